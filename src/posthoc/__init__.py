@@ -1,0 +1,45 @@
+"""posthoc: honest error bars on any pre-trained neural network."""
+
+from posthoc.errors import (
+    DataError,
+    FileError,
+    LayerError,
+    MissingExtraError,
+    NotFittedError,
+    NotPSDError,
+    OptionError,
+    PosthocError,
+    PosthocWarning,
+    TrainingError,
+)
+from posthoc.fmgp import FMGP
+from posthoc.kernels import RBF, Constant, Linear, Matern, White
+from posthoc.likelihoods import Categorical, Gaussian
+from posthoc.outputs import Outputs
+from posthoc.predictive import Predictive
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FMGP",
+    "RBF",
+    "Categorical",
+    "Constant",
+    "DataError",
+    "FileError",
+    "Gaussian",
+    "LayerError",
+    "Linear",
+    "Matern",
+    "MissingExtraError",
+    "NotFittedError",
+    "NotPSDError",
+    "OptionError",
+    "Outputs",
+    "PosthocError",
+    "PosthocWarning",
+    "Predictive",
+    "TrainingError",
+    "White",
+    "__version__",
+]

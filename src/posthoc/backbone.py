@@ -1,0 +1,205 @@
+"""The user's predictor, read-only: an `nn.Module` (with a feature layer) or any callable that returns a tensor."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posthoc.batches import Batch, as_tensor, move, read_batch
+from posthoc.checks import require_finite
+from posthoc.errors import DataError, LayerError
+
+__all__ = ["Backbone", "Reading", "fingerprint"]
+
+
+class Reading(NamedTuple):
+    """What one run of the predictor gave."""
+
+    outputs: Tensor  # (N, ...)
+    target: Any | None
+    features: Tensor | None  # (N, D)
+    inputs: Tensor | None  # (N, D)
+
+
+class Backbone:
+    """A predictor and the layer its features come from.
+
+    `layer` names a module whose output is taken; without it, the input of the last `nn.Linear` is (in the order of
+    `model.named_modules()`), and a model without one has no features.
+    """
+
+    def __init__(self, model: nn.Module | Callable[..., Any], layer: str | None, device: torch.device | None) -> None:
+        if not callable(model):
+            raise DataError(f"Expected a model that can be called (or None), got {type(model).__name__}.")
+        self.model = model
+        self.module = model if isinstance(model, nn.Module) else None
+        self.layer, self.takes_input = self._find(layer)
+        weight = next(self.module.parameters(), None) if self.module is not None else None
+        self.device = weight.device if weight is not None else device
+        self.dtype = weight.dtype if weight is not None and weight.is_floating_point() else None
+
+    @property
+    def has_features(self) -> bool:
+        return self.layer is not None
+
+    def _find(self, layer: str | None) -> tuple[str | None, bool]:
+        if self.module is None:
+            if layer is not None:
+                raise LayerError(
+                    f"Expected an nn.Module to take layer {layer!r} from, got {type(self.model).__name__}. "
+                    "Leave layer out, or give precomputed features in posthoc.Outputs."
+                )
+            return None, False
+        names = [name for name, _ in self.module.named_modules() if name]
+        if layer is None:
+            linear = [name for name, part in self.module.named_modules() if name and isinstance(part, nn.Linear)]
+            return (linear[-1], True) if linear else (None, False)
+        if layer not in names:
+            raise LayerError(f"Expected the name of a layer, got {layer!r}. The layers are: {', '.join(names)}.")
+        return layer, False
+
+    @contextmanager
+    def running(self, *, features: bool, inputs: bool) -> Iterator[Callable[[Any], Reading]]:
+        """Gives a function that runs the predictor on a batch, in eval mode and without gradients. Afterwards, also
+        after an exception, the network is as it was: training flags, buffers, hooks, and what requires a gradient."""
+        captured: list[Tensor] = []
+        with eval_mode(self.module), self._listening(captured, features), torch.no_grad():
+            yield lambda batch: self._run(batch, captured, features, inputs)
+
+    @contextmanager
+    def _listening(self, captured: list[Tensor], features: bool) -> Iterator[None]:
+        if not features or self.module is None or self.layer is None:
+            yield
+            return
+        part = self.module.get_submodule(self.layer)
+        if self.takes_input:
+            handle = part.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
+        else:
+            handle = part.register_forward_hook(lambda _, args, output: captured.append(first_tensor(output)))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _run(self, raw: Any, captured: list[Tensor], features: bool, inputs: bool) -> Reading:
+        batch = read_batch(raw)
+        device = self.device or first_device(batch)
+        batch = Batch(move(batch.args, device, self.dtype), move(batch.kwargs, device, self.dtype), batch.target)
+        for value in [*batch.args, *batch.kwargs.values()]:
+            if isinstance(value, Tensor):
+                require_finite(value, "inputs")
+        captured.clear()
+        try:
+            answer = self.model(*batch.args, **batch.kwargs)
+        except Exception as error:
+            error.add_note("posthoc: raised by your model, called on one batch of the data; the model is as it was.")
+            raise
+        outputs = read_outputs(answer).detach()
+        rows = len(outputs) if outputs.ndim else 0
+        target = move(batch.target, device) if batch.target is not None else None
+        return Reading(
+            outputs,
+            target,
+            self._features(captured, rows) if features and self.has_features else None,
+            read_inputs(batch, rows) if inputs else None,
+        )
+
+    def _features(self, captured: list[Tensor], rows: int) -> Tensor:
+        if not captured:
+            raise LayerError(
+                f"Layer {self.layer!r} was not used when the model ran. Name one that is, with layer=...; "
+                f"the layers are: {', '.join(n for n, _ in self.module.named_modules() if n) if self.module else ''}."
+            )
+        found = captured[-1]
+        captured.clear()
+        if found.ndim < 2 or len(found) != rows:
+            raise LayerError(
+                f"Expected features of shape ({rows}, ...) from layer {self.layer!r}, got {tuple(found.shape)}: "
+                "name a layer that keeps one row a point, with layer=..."
+            )
+        return found.flatten(1)
+
+
+@contextmanager
+def eval_mode(module: nn.Module | None) -> Iterator[None]:
+    if module is None:
+        yield
+        return
+    flags = [(part, part.training) for part in module.modules()]
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        module.eval()
+        yield
+    finally:
+        for part, flag in flags:
+            part.training = flag
+        with torch.no_grad():
+            for buffer, version, value in buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+def read_outputs(answer: Any) -> Tensor:
+    """The tensor in what a model returned: itself, or `logits` in an object or mapping such as Hugging Face's."""
+    if isinstance(answer, Mapping) and "logits" in answer:
+        answer = answer["logits"]
+    elif not isinstance(answer, Tensor | np.ndarray) and hasattr(answer, "logits"):
+        answer = answer.logits
+    if isinstance(answer, np.ndarray):
+        answer = as_tensor(answer)
+    if not isinstance(answer, Tensor):
+        raise DataError(
+            f"Expected the model to return a tensor (or an object with .logits), got {type(answer).__name__}. "
+            "Wrap it: FMGP(lambda x: model(x)[0], ...)."
+        )
+    if not answer.is_floating_point():
+        raise DataError(f"Expected real-valued outputs (logits or regression values), got {answer.dtype}.")
+    return answer
+
+
+def read_inputs(batch: Batch, rows: int) -> Tensor:
+    """The inputs as one row of coordinates a point, for kernels that look at them."""
+    values = [v for v in [*batch.args, *batch.kwargs.values()] if isinstance(v, Tensor)]
+    if len(values) != 1 or values[0].ndim < 1 or len(values[0]) != rows:
+        raise DataError(
+            "Expected inputs that are one tensor with a row a point, for a kernel on the inputs; "
+            f'got {len(values)} tensors of shapes {[tuple(v.shape) for v in values]}. Use a kernel on="features".'
+        )
+    return values[0].reshape(rows, -1)
+
+
+def first_tensor(value: Any) -> Tensor:
+    while isinstance(value, tuple | list) and value:
+        value = value[0]
+    if not isinstance(value, Tensor):
+        raise LayerError(f"Expected the feature layer to return a tensor, got {type(value).__name__}.")
+    return value
+
+
+def first_device(batch: Batch) -> torch.device:
+    for value in [*batch.args, *batch.kwargs.values()]:
+        if isinstance(value, Tensor):
+            return value.device
+    return torch.device("cpu")
+
+
+def fingerprint(module: nn.Module | None) -> str | None:
+    """A digest of the weights' and buffers' names, shapes, types and values (evenly spaced ones of large tensors, so
+    that a network of billions takes seconds). None where there are no weights to see."""
+    if module is None:
+        return None
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        if not isinstance(tensor, Tensor):
+            continue
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        flat = tensor.detach().reshape(-1)
+        step = max(1, flat.numel() // 65536)
+        digest.update(flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

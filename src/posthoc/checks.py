@@ -1,0 +1,66 @@
+"""Checks at the door: targets that fit the outputs, values that are numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posthoc.errors import DataError
+
+__all__ = ["class_labels", "regression_targets", "require_finite"]
+
+
+def regression_targets(y: Any, mean: Tensor) -> Tensor:
+    """y as a tensor of the mean's shape; (N,) and (N, 1) are taken for each other, nothing else is broadcast."""
+    y = torch.as_tensor(y, device=mean.device)
+    if y.is_complex() or y.dtype == torch.bool:
+        raise DataError(f"Expected real numbers as regression targets, got {y.dtype}.")
+    if y.shape != mean.shape:
+        one_column = y.numel() == mean.numel() == len(mean) and y.shape[:1] == mean.shape[:1]
+        if not one_column:
+            raise DataError(
+                f"Expected targets of the network's output shape {tuple(mean.shape)}, got {tuple(y.shape)}: "
+                "reshape the targets (they are not broadcast)."
+            )
+        y = y.reshape(mean.shape)
+    require_finite(y, "targets")
+    return y
+
+
+def class_labels(y: Any, mean: Tensor) -> Tensor:  # (N,) of int64
+    """y as class indices that fit the logits."""
+    y = torch.as_tensor(y, device=mean.device)
+    n, classes = mean.shape
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise DataError(
+            f"Expected integer class labels from 0 to {classes - 1}, got {y.dtype}. Convert them with .long(); "
+            'for real-valued targets use likelihood="regression".'
+        )
+    if y.shape == (n, 1):
+        y = y.squeeze(1)
+    if y.shape != (n,):
+        hint = " These look one-hot: use y.argmax(-1)." if y.shape == mean.shape else ""
+        raise DataError(f"Expected one class label a row, shape ({n},), got {tuple(y.shape)}.{hint}")
+    y = y.long()
+    if n and (int(y.min()) < 0 or int(y.max()) >= classes):
+        wrong = int(((y < 0) | (y >= classes)).nonzero()[0])
+        raise DataError(
+            f"Expected class labels from 0 to {classes - 1} (the network has {classes} outputs), "
+            f"got {int(y[wrong])} in row {wrong}."
+        )
+    return y
+
+
+def require_finite(values: Tensor, name: str) -> None:
+    """Refuses NaN and infinity, saying where."""
+    if not values.is_floating_point():
+        return
+    finite = values.isfinite()
+    if not bool(finite.all()):
+        wrong = (~finite).nonzero()[0].tolist()
+        raise DataError(
+            f"Expected finite {name}, got {float(values[tuple(wrong)])} in row {wrong[0]} "
+            f"({int((~finite).sum())} such values). Remove those rows, or find what made them."
+        )

@@ -1,0 +1,78 @@
+"""`Head`: all that a fitted FMGP holds. It turns a predictor's outputs into predictive distributions."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posthoc.files import check_shapes
+from posthoc.fmgp.points import Coordinates
+from posthoc.fmgp.process import Process
+from posthoc.inducing import Inducing
+from posthoc.kernels import Kernel, OutputCovariance
+from posthoc.likelihoods import Likelihood
+from posthoc.outputs import Outputs
+from posthoc.predictive import Predictive
+
+__all__ = ["Head"]
+
+DENSE_OUTPUTS = 32
+"""Up to so many coupled outputs, predictions come with their covariance unasked: `sample` needs it."""
+
+
+class Head(nn.Module):
+    """The process, the coordinates it sees and the likelihood around it, all fitted."""
+
+    def __init__(self, process: Process, coordinates: Coordinates, likelihood: Likelihood) -> None:
+        super().__init__()
+        self.process, self.coordinates, self.likelihood = process, coordinates, likelihood
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lives."""
+        return self.process.l_raw.device
+
+    def predictive(self, outputs: Outputs, w: Tensor, *, covariance: bool = False) -> Predictive:
+        """The predictive distribution of some rows, with W from `process.prepare()`."""
+        latent = self.process.latent(self.coordinates.points(outputs), w)
+        dense = covariance or (not latent.independent and self.process.num_outputs <= DENSE_OUTPUTS)
+        return self.likelihood.predictive(outputs.outputs, latent, covariance=dense)
+
+    def options(self) -> dict[str, Any]:
+        """What `rebuild` needs beside the tensors."""
+        coupling = self.process.outputs
+        return {
+            "kernel": self.process.kernel.spec(),
+            "spaces": {space: self.coordinates.width(space) for space in self.coordinates.spaces},
+            "default_space": self.coordinates.default,
+            "num_inducing": len(self.process.l_raw),
+            "num_outputs": self.process.num_outputs,
+            "shared": coupling is None,
+            "rank": coupling.rank if coupling is not None else None,
+        }
+
+    @classmethod
+    def rebuild(
+        cls,
+        path: str | os.PathLike[str],
+        tensors: dict[str, Tensor],
+        options: dict[str, Any],
+        kernel: Kernel,
+        likelihood: Likelihood,
+    ) -> Head:
+        """A head of the shapes that the options describe, filled from a file's tensors."""
+        m, num_outputs, spaces = options["num_inducing"], options["num_outputs"], options["spaces"]
+        blank = {space: torch.zeros(m, d, dtype=torch.float64) for space, d in spaces.items()}
+        kernel.start(blank, options["default_space"])
+        # The classes decide the order in which inducing points stand, so they are needed before the rest is loaded.
+        classes = tensors.get("process.z_class", torch.zeros(m)).reshape(-1)[:m].long()
+        coupling = None if options["shared"] else OutputCovariance(num_outputs, options["rank"])
+        process = Process(kernel, Inducing(blank, classes), num_outputs, coupling, start=0.0)
+        likelihood.start(torch.zeros(1, num_outputs), torch.ones(1, num_outputs))
+        head = cls(process, Coordinates(spaces, options["default_space"]), likelihood)
+        check_shapes(path, tensors, {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()})
+        head.load_state_dict(tensors)
+        return head

@@ -1,0 +1,269 @@
+"""`FMGP`, the estimator: a trained network's output as the mean, a learnt covariance around it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from posthoc.batches import iterate
+from posthoc.errors import DataError, FileError, OptionError
+from posthoc.fmgp.head import Head
+from posthoc.fmgp.objective import Objective, TrainingBatch
+from posthoc.fmgp.points import Coordinates, PointView
+from posthoc.fmgp.process import Process
+from posthoc.inducing import Inducing, given, kmeans, per_class, random_classes, random_points
+from posthoc.kernels import RBF, Kernel, OutputCovariance, as_kernel, kernel_from_spec
+from posthoc.likelihoods import Likelihood, make_likelihood
+from posthoc.method import Method
+from posthoc.outputs import Outputs, join
+from posthoc.predictive import Predictive
+from posthoc.training import History, Training, train
+
+__all__ = ["FMGP"]
+
+T = TypeVar("T")
+
+FEW_OUTPUTS = 32
+"""Up to so many outputs each has its own variance and B is a full Cholesky factor, by default."""
+RANK = 8
+"""The rank of B, by default, for more."""
+START = 0.1
+"""L starts at so many times the identity: small, since zero is a stationary point."""
+
+
+class FMGP(Method):
+    """A fixed-mean Gaussian process around a trained predictor.
+
+    Parameters
+    ----------
+    model: an `nn.Module`, a callable that returns a tensor, or None to work from `Outputs` alone.
+    likelihood: "regression", "classification", or a `Gaussian` or `Categorical` with options of its own.
+    kernel: over the inputs, the features or both (default: `RBF()`); one of `posthoc.kernels` or of GPyTorch.
+    variance: "per_output" (coupled by B), "shared" (one v(x) for all outputs), or "auto": by how many there are.
+    inducing: "kmeans", "random", "per_class", or your own points: (M, D), or one such array a block.
+    inducing_classes: the output of each inducing point, where the points are your own and `variance="per_output"`.
+    num_inducing: M.
+    alpha: the divergence, from 0 (the ELBO) to 1.
+    layer: the module whose output is taken as features; by default the input of the last `nn.Linear` is.
+    standardize: whether kernels see coordinates with zero mean and unit spread.
+    output_rank: the rank of B; by default full for few outputs and 8 for many.
+    kl: with a shared variance, "copies" counts the KL of every output's copy, "once" of one (a tempered posterior).
+    cache: whether the network is run once over the data; False runs it at every step (for random augmentation).
+    steps, batch_size, lr, seed, eval_every, patience, progress: see `posthoc.training.Training`.
+    """
+
+    name = "fmgp"
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[..., Any] | None,
+        likelihood: str | Likelihood,
+        *,
+        kernel: Kernel | Any | None = None,
+        variance: Literal["auto", "per_output", "shared"] = "auto",
+        inducing: str | Tensor | Mapping[str, Any] | Any = "kmeans",
+        inducing_classes: Any | None = None,
+        num_inducing: int = 100,
+        alpha: float = 1.0,
+        layer: str | None = None,
+        standardize: bool = True,
+        output_rank: int | None = None,
+        kl: Literal["copies", "once"] = "copies",
+        cache: bool = True,
+        device: str | torch.device | None = None,
+        **training: Any,
+    ) -> None:
+        super().__init__(model, likelihood, layer=layer, device=device)
+        if not 0.0 <= alpha <= 1.0:
+            raise OptionError(f"Expected alpha from 0 (the ELBO) to 1, got {alpha}.")
+        if variance not in ("auto", "per_output", "shared"):
+            raise OptionError(f'Expected variance="auto", "per_output" or "shared", got {variance!r}.')
+        if isinstance(inducing, str) and inducing not in ("kmeans", "random", "per_class"):
+            raise OptionError(f'Expected inducing="kmeans", "random", "per_class" or points, got {inducing!r}.')
+        if kl not in ("copies", "once"):
+            raise OptionError(f'Expected kl="copies" or "once", got {kl!r}.')
+        if num_inducing < 1:
+            raise OptionError(f"Expected at least one inducing point, got num_inducing={num_inducing}.")
+        if inducing == "per_class" and self.likelihood.task != "classification":
+            raise OptionError('inducing="per_class" needs classes; use "kmeans" or "random" for regression.')
+        try:
+            self.training = Training(**training)
+        except TypeError as error:
+            known = ", ".join(Training.__dataclass_fields__)
+            raise OptionError(f"Unknown option ({error}). The training options are: {known}.") from error
+        self.kernel = as_kernel(kernel) if kernel is not None else RBF()
+        self.variance, self.inducing, self.inducing_classes = variance, inducing, inducing_classes
+        self.num_inducing, self.alpha, self.standardize = num_inducing, float(alpha), standardize
+        self.output_rank, self.kl, self.cache = output_rank, kl, cache
+        self.likelihood.check_alpha(self.alpha)
+        self.history = History()
+        self.head: Head | None = None
+
+    def _fit(self, outputs: Outputs, val: Outputs | None, num_data: int, data: Any) -> None:
+        outputs, val = self._placed(outputs), self._placed(val) if val is not None else None
+        device = outputs.outputs.device
+        generator = torch.Generator().manual_seed(self.training.seed)
+        # Everything is built beside what is there and takes its place at the end: a failed fit changes nothing.
+        likelihood = copy.deepcopy(self.likelihood).to(device)
+        likelihood.start(outputs.outputs, known(outputs.targets))
+        kernel = copy.deepcopy(self.kernel).to(device)
+        coordinates = Coordinates.of(outputs, kernel, standardize=self.standardize)
+        view = PointView(outputs, coordinates)
+        kernel.start(view.sample(1000, generator), coordinates.default)
+        process = self._process(kernel, view, outputs, generator)
+        head = Head(process, coordinates, likelihood)
+        copies = process.num_outputs if process.outputs is None and self.kl == "copies" else 1
+        draws = torch.Generator(device).manual_seed(self.training.seed)
+        history = train(
+            Objective(process, likelihood, self.alpha, num_data, copies, draws),
+            head.parameters(),
+            self._batches(view, likelihood, data, generator),
+            self.training,
+            score=validation_score(head, val) if val is not None else None,
+        )
+        head.zero_grad(set_to_none=True)
+        self.head, self.history = head, history
+
+    def _process(self, kernel: Kernel, view: PointView, outputs: Outputs, generator: torch.Generator) -> Process:
+        num_outputs = outputs.outputs[0].numel()
+        shared = self.variance == "shared" or (self.variance == "auto" and num_outputs > FEW_OUTPUTS)
+        if isinstance(self.inducing, str) and self.inducing == "per_class":
+            inducing = per_class(view, known(outputs.targets), self.num_inducing, num_outputs, generator)
+        else:
+            z = self._places(view, generator)
+            m = len(next(iter(z.values())))
+            inducing = Inducing(z, self._classes(m, num_outputs, generator))
+        if shared:
+            inducing = inducing._replace(z_class=torch.zeros_like(inducing.z_class))
+        rank = self.output_rank or (RANK if num_outputs > FEW_OUTPUTS else None)
+        coupling = None if shared else OutputCovariance(num_outputs, rank, generator).to(outputs.outputs.device)
+        return Process(kernel, inducing, num_outputs, coupling, start=START)
+
+    def _places(self, view: PointView, generator: torch.Generator) -> dict[str, Tensor]:
+        if isinstance(self.inducing, str):
+            choose = {"kmeans": kmeans, "random": random_points}[self.inducing]
+            return choose(view, self.num_inducing, generator)
+        spaces = view.coordinates.spaces
+        z = given(self.inducing, spaces, {space: view.coordinates.width(space) for space in spaces})
+        return view.coordinates.standardise(z)
+
+    def _classes(self, m: int, num_outputs: int, generator: torch.Generator) -> Tensor:
+        if self.inducing_classes is None:
+            return random_classes(m, num_outputs, generator)
+        classes = torch.as_tensor(self.inducing_classes).long()
+        if classes.shape != (m,) or int(classes.min()) < 0 or int(classes.max()) >= num_outputs:
+            raise OptionError(
+                f"Expected {m} inducing_classes from 0 to {num_outputs - 1}, got {classes.tolist()[:10]} "
+                f"of shape {tuple(classes.shape)}."
+            )
+        return classes
+
+    def _batches(
+        self, view: PointView, likelihood: Likelihood, data: Any, generator: torch.Generator
+    ) -> Iterator[TrainingBatch]:
+        if self.cache or isinstance(data, Outputs):
+            yield from view.batches(likelihood, self.training.batch_size, generator)
+            return
+        if iter(data) is data:
+            raise DataError("cache=False reads the data again and again: give a DataLoader or arrays, not an iterator.")
+        features, inputs = self._needs(fitted=False)
+        with self._require_backbone(data).running(features=features, inputs=inputs) as run:
+            while True:
+                for batch in iterate(data, self.training.batch_size):
+                    fresh = self._placed(self._checked(join([run(batch)]), targets=True))
+                    everything = PointView(fresh, view.coordinates)
+                    with torch.enable_grad():
+                        yield everything.batch(likelihood, slice(None))
+
+    def _predict(self, outputs: Outputs, *, covariance: bool) -> Predictive:
+        head = known(self.head)
+        home = outputs.outputs.device
+        predictive = head.predictive(outputs.to(head.device), head.process.prepare(), covariance=covariance)
+        return predictive if head.device == home else predictive.to(home)
+
+    def _placed(self, outputs: Outputs) -> Outputs:
+        """Outputs where the head lives: where they are, or on `device`; Apple's GPUs have no float64."""
+        device = self.device or outputs.outputs.device
+        return outputs.to(torch.device("cpu") if device.type == "mps" else device)
+
+    def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
+        if fitted:
+            spaces: set[str | None] = set(known(self.head).coordinates.spaces)
+        else:
+            default = "features" if self.backbone is not None and self.backbone.has_features else "inputs"
+            spaces = {space or default for space in self.kernel.spaces() or {None}}
+        return "features" in spaces, "inputs" in spaces
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return known(self.head).state_dict()
+
+    def _options(self) -> dict[str, Any]:
+        options = {"alpha": self.alpha, "kl": self.kl, "standardize": self.standardize}
+        training = {k: v for k, v in asdict(self.training).items() if k != "progress"}
+        return {**options, "training": training, "head": known(self.head).options()}
+
+    @classmethod
+    def _rebuild(
+        cls,
+        path: str | os.PathLike[str],
+        tensors: dict[str, Tensor],
+        config: dict[str, Any],
+        *,
+        model: nn.Module | Callable[..., Any] | None,
+        device: str | torch.device | None,
+        **extra: Any,
+    ) -> Self:
+        kernel = extra.pop("kernel", None)
+        if extra:
+            raise OptionError(f"load() takes model, device and kernel, got {', '.join(extra)}.")
+        options = config["options"]
+        shape = options["head"]
+        if kernel is None and "gpytorch" in str(shape["kernel"]):
+            raise FileError(
+                f"This head has a GPyTorch kernel ({shape['kernel']}), which is not rebuilt from a file since that "
+                "would run code: load(path, kernel=...) with a kernel of the same class."
+            )
+        method = cls(
+            model,
+            make_likelihood(config["likelihood"]),
+            kernel=as_kernel(kernel) if kernel is not None else kernel_from_spec(shape["kernel"]),
+            variance="shared" if shape["shared"] else "per_output",
+            num_inducing=shape["num_inducing"],
+            alpha=options["alpha"],
+            layer=config["layer"],
+            standardize=options["standardize"],
+            output_rank=shape["rank"],
+            kl=options["kl"],
+            device=device,
+            **options["training"],
+        )
+        fresh = copy.deepcopy(method.kernel), copy.deepcopy(method.likelihood)
+        place = method.device or (method.backbone.device if method.backbone else None) or torch.device("cpu")
+        head = Head.rebuild(path, tensors, shape, *fresh)
+        method.head = head.to(torch.device("cpu") if place.type == "mps" else place)
+        return method
+
+
+def validation_score(head: Head, val: Outputs) -> Callable[[], float]:
+    """Minus the mean log-probability of the validation data, as `predict` would give it."""
+
+    def score() -> float:
+        w, total = head.process.prepare(), 0.0
+        for rows in torch.arange(len(val)).split(1024):
+            part = val[rows]
+            total -= float(head.predictive(part, w).log_prob(part.targets).sum())
+        return total / len(val)
+
+    return score
+
+
+def known(value: T | None) -> T:
+    """A value that is there by now: after `fit`, or after the checks before it."""
+    assert value is not None
+    return value

@@ -1,0 +1,44 @@
+"""What FMGP minimises: the Black-Box alpha energy with its KL, per data point (paper, section 3.5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from posthoc.fmgp.covariance import kl_divergence
+from posthoc.fmgp.process import Process
+from posthoc.kernels import Points
+from posthoc.likelihoods import Likelihood
+
+__all__ = ["Objective", "TrainingBatch"]
+
+
+class TrainingBatch(NamedTuple):
+    """Some points as the objective sees them: kernel coordinates, and mean and target in training units."""
+
+    points: Points
+    mean: Tensor
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class Objective:
+    """-(1/|B|) Σ_b energy_b + (copies · KL) / N: the mini-batch estimate of the loss of one data point.
+
+    `kl_copies` is the number of independent copies the KL counts: that of the outputs when they share one variance.
+    """
+
+    process: Process
+    likelihood: Likelihood
+    alpha: float
+    num_data: int
+    kl_copies: int = 1
+    generator: torch.Generator | None = None
+
+    def __call__(self, batch: TrainingBatch) -> Tensor:  # ()
+        latent, correction = self.process(batch.points)
+        energy = self.likelihood.energy(batch.mean, latent, batch.target, self.alpha, self.generator)
+        return kl_divergence(correction) * (self.kl_copies / self.num_data) - energy.mean()

@@ -1,0 +1,380 @@
+"""Kernels over what the predictor looked at: RBF, Matérn, Linear, Constant, White, sums and products of them.
+
+A kernel reads named blocks of coordinates ("inputs", "features" or "outputs") from its points, so that one kernel may
+look at several: `RBF(on="inputs") * (Linear(on="features") + White())` is the paper's classification kernel. Calling a
+kernel gives the covariance between points that are all different; `diag` gives that of each point with itself. Only
+`White` tells the two apart: its δ is the identity of a point, by role and not by value (a test point is never an
+inducing point, even where their coordinates agree).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from posthoc.errors import OptionError
+
+__all__ = [
+    "RBF",
+    "Constant",
+    "GPyTorchKernel",
+    "Kernel",
+    "Linear",
+    "Matern",
+    "OutputCovariance",
+    "Product",
+    "Sum",
+    "White",
+    "as_kernel",
+    "gram",
+    "kernel_from_spec",
+]
+
+Space = Literal["inputs", "features", "outputs"]
+Points = Mapping[str, Tensor]
+"""Blocks of coordinates by name, each (N, D_block) in float64."""
+
+SPACES = ("inputs", "features", "outputs")
+
+
+class Kernel(nn.Module, ABC):
+    """A covariance function, with parameters to learn. `requires_grad_(False)` keeps them as they are."""
+
+    @abstractmethod
+    def forward(self, a: Points, b: Points) -> Tensor:  # (N, M)
+        """The covariance between the points of a and those of b, all different."""
+
+    @abstractmethod
+    def diag(self, a: Points) -> Tensor:  # (N,)
+        """The covariance of each point with itself."""
+
+    @abstractmethod
+    def spaces(self) -> set[str | None]:
+        """The blocks it reads; None stands for the default one."""
+
+    @abstractmethod
+    def start(self, sample: Points, default: str) -> None:
+        """Settles on the default block where none was named, and takes first values from a sample of the data."""
+
+    @abstractmethod
+    def spec(self) -> dict[str, Any]:
+        """What `kernel_from_spec` needs to build it again, parameters aside."""
+
+    def __add__(self, other: Kernel) -> Kernel:
+        return Sum(self, as_kernel(other))
+
+    def __mul__(self, other: Kernel) -> Kernel:
+        return Product(self, as_kernel(other))
+
+
+def gram(kernel: Kernel, z: Points) -> Tensor:  # (M, M)
+    """The covariance among the points of z: each is itself on the diagonal."""
+    return kernel(z, z).diagonal_scatter(kernel.diag(z))
+
+
+class _OnOneSpace(Kernel):
+    """A kernel that reads one block."""
+
+    def __init__(self, on: Space | None) -> None:
+        super().__init__()
+        if on is not None and on not in SPACES:
+            raise OptionError(f"Expected on= one of {', '.join(SPACES)} (or None for the default), got {on!r}.")
+        self.on: str | None = on
+
+    def spaces(self) -> set[str | None]:
+        return {self.on}
+
+    def start(self, sample: Points, default: str) -> None:
+        self.on = self.on or default
+
+    def block(self, points: Points) -> Tensor:
+        assert self.on is not None, "start() settles the block"
+        return points[self.on]
+
+
+class _Stationary(_OnOneSpace):
+    """amplitude · shape(distance), with one length-scale a dimension. Length-scales that are not given start from the
+    median distance of a sample."""
+
+    def __init__(
+        self,
+        on: Space | None = None,
+        lengthscale: float | Tensor | None = None,
+        amplitude: float = 1.0,
+    ) -> None:
+        super().__init__(on)
+        self.from_median = lengthscale is None
+        scales = torch.as_tensor(1.0 if lengthscale is None else lengthscale, dtype=torch.float64)
+        self.log_lengthscale = nn.Parameter(log_positive(scales, "length-scales").reshape(-1))
+        self.log_amplitude = nn.Parameter(log_positive(torch.tensor(amplitude, dtype=torch.float64), "an amplitude"))
+
+    def start(self, sample: Points, default: str) -> None:
+        super().start(sample, default)
+        x = self.block(sample)
+        log_scale = self.log_lengthscale.detach().to(x.device)
+        if self.from_median:
+            log_scale = median_distance(x).log().reshape(1)
+        if log_scale.numel() not in (1, x.shape[1]):
+            raise OptionError(
+                f"Expected one length-scale, or one for each of the {x.shape[1]} {self.on}, got {log_scale.numel()}."
+            )
+        trained = self.log_lengthscale.requires_grad
+        self.log_lengthscale = nn.Parameter(log_scale.expand(x.shape[1]).clone(), requires_grad=trained)
+
+    def scaled(self, points: Points) -> Tensor:
+        return self.block(points) * (-self.log_lengthscale).exp()
+
+    def diag(self, a: Points) -> Tensor:
+        return self.log_amplitude.exp().expand(len(self.block(a)))
+
+
+class RBF(_Stationary):
+    """amplitude · exp(-½ Σ_j (x_j - x'_j)² / l_j²). The paper prints l_j where we, as usual, square it."""
+
+    def forward(self, a: Points, b: Points) -> Tensor:
+        x, y = self.scaled(a), self.scaled(b)
+        # Products lose digits far from the origin; distances do not depend on where it is.
+        origin = y[:1].detach()
+        x, y = x - origin, y - origin
+        # -½|x - y|² = x·y - ½|x|² - ½|y|², with the amplitude taken into the exponent: fewer small operations.
+        half = 0.5 * x.square().sum(-1, keepdim=True) - self.log_amplitude
+        exponent = torch.addmm(-half, x, y.mT) - 0.5 * y.square().sum(-1)
+        return torch.minimum(exponent, self.log_amplitude).exp()
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "rbf", "on": self.on}
+
+
+class Matern(_Stationary):
+    """The Matérn family at ν = ½, 3/2 or 5/2: rougher than RBF, which is its limit."""
+
+    def __init__(
+        self,
+        nu: float = 2.5,
+        on: Space | None = None,
+        lengthscale: float | Tensor | None = None,
+        amplitude: float = 1.0,
+    ) -> None:
+        super().__init__(on, lengthscale, amplitude)
+        if nu not in (0.5, 1.5, 2.5):
+            raise OptionError(f"Expected nu of 0.5, 1.5 or 2.5, got {nu}.")
+        self.nu = nu
+
+    def forward(self, a: Points, b: Points) -> Tensor:
+        # Differences, not products: the square root would turn a rounding of 1e-16 into one of 1e-8.
+        r = torch.cdist(self.scaled(a), self.scaled(b), compute_mode="donot_use_mm_for_euclid_dist")
+        r = math.sqrt(2.0 * self.nu) * r
+        decay = (self.log_amplitude - r).exp()
+        if self.nu == 0.5:
+            return decay
+        return (1.0 + r) * decay if self.nu == 1.5 else (1.0 + r + r.square() / 3.0) * decay
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "matern", "on": self.on, "nu": self.nu}
+
+
+class Linear(_OnOneSpace):
+    """variance · xᵀx': the kernel of Bayesian linear regression (add `Constant()` for its bias)."""
+
+    def __init__(self, on: Space | None = None, variance: float = 1.0) -> None:
+        super().__init__(on)
+        self.log_variance = nn.Parameter(log_positive(torch.tensor(variance, dtype=torch.float64), "a variance"))
+
+    def forward(self, a: Points, b: Points) -> Tensor:
+        return self.log_variance.exp() * self.block(a) @ self.block(b).mT
+
+    def diag(self, a: Points) -> Tensor:
+        return self.log_variance.exp() * self.block(a).square().sum(-1)
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "linear", "on": self.on}
+
+
+class _Everywhere(Kernel):
+    """A kernel that reads no coordinate."""
+
+    def __init__(self, variance: float = 1.0) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(log_positive(torch.tensor(variance, dtype=torch.float64), "a variance"))
+
+    def spaces(self) -> set[str | None]:
+        return set()
+
+    def start(self, sample: Points, default: str) -> None:
+        pass
+
+    def diag(self, a: Points) -> Tensor:
+        return self.log_variance.exp().expand(count(a))
+
+
+class Constant(_Everywhere):
+    """The same covariance everywhere: an unknown shift of the whole function."""
+
+    def forward(self, a: Points, b: Points) -> Tensor:
+        return self.log_variance.exp().expand(count(a), count(b))
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "constant"}
+
+
+class White(_Everywhere):
+    """The paper's δ: variance of a point with itself, and nothing between two points."""
+
+    def forward(self, a: Points, b: Points) -> Tensor:
+        return self.log_variance.new_zeros(()).expand(count(a), count(b))
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "white"}
+
+
+class _Pair(Kernel):
+    """Two kernels joined."""
+
+    def __init__(self, left: Kernel, right: Kernel) -> None:
+        super().__init__()
+        self.left, self.right = left, right
+
+    def spaces(self) -> set[str | None]:
+        return self.left.spaces() | self.right.spaces()
+
+    def start(self, sample: Points, default: str) -> None:
+        self.left.start(sample, default)
+        self.right.start(sample, default)
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": type(self).__name__.lower(), "left": self.left.spec(), "right": self.right.spec()}
+
+
+class Sum(_Pair):
+    """k + k'."""
+
+    def forward(self, a: Points, b: Points) -> Tensor:
+        return self.left(a, b) + self.right(a, b)
+
+    def diag(self, a: Points) -> Tensor:
+        return self.left.diag(a) + self.right.diag(a)
+
+
+class Product(_Pair):
+    """k · k'."""
+
+    def forward(self, a: Points, b: Points) -> Tensor:
+        return self.left(a, b) * self.right(a, b)
+
+    def diag(self, a: Points) -> Tensor:
+        return self.left.diag(a) * self.right.diag(a)
+
+
+class GPyTorchKernel(_OnOneSpace):
+    """Any `gpytorch.kernels.Kernel`, on one block. Its class cannot be rebuilt from a file without running code, so
+    `load` must be given the kernel again."""
+
+    def __init__(self, kernel: Any, on: Space | None = None) -> None:
+        super().__init__(on)
+        self.kernel = kernel.double()
+
+    def forward(self, a: Points, b: Points) -> Tensor:
+        return self.kernel(self.block(a), self.block(b)).to_dense()
+
+    def diag(self, a: Points) -> Tensor:
+        return self.kernel(self.block(a), diag=True)
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "gpytorch", "on": self.on, "class": type(self.kernel).__name__}
+
+
+class OutputCovariance(nn.Module):
+    """B, the covariance among the outputs: a full Cholesky factor for few (`rank=None`), low rank + diagonal for many.
+    It starts at the identity (near it, where the rank is low: a factor of zero would never move)."""
+
+    def __init__(self, num_outputs: int, rank: int | None = None, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.num_outputs, self.rank = num_outputs, rank
+        if rank is None:
+            # With one output, B would only repeat the kernel's amplitude.
+            factor = torch.eye(num_outputs, dtype=torch.float64)
+            self.factor = nn.Parameter(factor, requires_grad=num_outputs > 1)
+            self.register_parameter("log_diagonal", None)
+        else:
+            factor = 0.1 * torch.randn(num_outputs, rank, dtype=torch.float64, generator=generator) / math.sqrt(rank)
+            self.factor = nn.Parameter(factor)
+            self.log_diagonal = nn.Parameter(torch.zeros(num_outputs, dtype=torch.float64))
+
+    def parts(self) -> tuple[Tensor, Tensor | None]:
+        """F (C, r) and D (C,) with B = F Fᵀ + diag(D)."""
+        if self.rank is None:
+            return self.factor.tril(), None
+        return self.factor, self.log_diagonal.exp()
+
+    def columns(
+        self,
+        which: Tensor,  # (J,)
+    ) -> Tensor:  # (C, J)
+        """Some columns of B."""
+        factor, diagonal = self.parts()
+        columns = factor @ factor[which].mT
+        if diagonal is None:
+            return columns
+        return columns.index_put((which, torch.arange(len(which), device=which.device)), diagonal[which], True)
+
+    def diagonal(self) -> Tensor:  # (C,)
+        """B_cc."""
+        factor, diagonal = self.parts()
+        square = factor.square().sum(-1)
+        return square if diagonal is None else square + diagonal
+
+    def matrix(self) -> Tensor:  # (C, C)
+        """B."""
+        factor, diagonal = self.parts()
+        product = factor @ factor.mT
+        return product if diagonal is None else product + torch.diag(diagonal)
+
+
+def as_kernel(kernel: Any) -> Kernel:
+    """One of ours as it is, one of GPyTorch's wrapped."""
+    if isinstance(kernel, Kernel):
+        return kernel
+    if any(t.__module__.partition(".")[0] == "gpytorch" for t in type(kernel).__mro__):
+        return GPyTorchKernel(kernel)
+    raise OptionError(f"Expected a posthoc or GPyTorch kernel, got {type(kernel).__name__}.")
+
+
+def kernel_from_spec(spec: Mapping[str, Any]) -> Kernel:
+    """A kernel from `Kernel.spec()`; its parameters are loaded afterwards."""
+    simple: dict[str, type[Kernel]] = {
+        "rbf": RBF,
+        "matern": Matern,
+        "linear": Linear,
+        "constant": Constant,
+        "white": White,
+    }
+    pairs: dict[str, type[_Pair]] = {"sum": Sum, "product": Product}
+    options = dict(spec)
+    kind = options.pop("type", None)
+    if kind in pairs:
+        return pairs[kind](kernel_from_spec(options["left"]), kernel_from_spec(options["right"]))
+    if kind in simple:
+        return simple[kind](**options)
+    raise OptionError(f"Expected a kernel of {', '.join([*simple, *pairs])}, got {kind!r}.")
+
+
+def median_distance(x: Tensor) -> Tensor:  # ()
+    """The median distance between different rows, or 1 where there is none."""
+    distances = torch.pdist(x)
+    distances = distances[distances > 0]
+    return distances.median() if distances.numel() else x.new_ones(())
+
+
+def count(points: Points) -> int:
+    return len(next(iter(points.values())))
+
+
+def log_positive(value: Tensor, name: str) -> Tensor:
+    if not bool(((value > 0) & value.isfinite()).all()):
+        raise OptionError(f"Expected {name} above zero, got {value.tolist()}.")
+    return value.log()

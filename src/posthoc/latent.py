@@ -1,0 +1,99 @@
+"""A Gaussian over the outputs at each point, around a mean it does not know: what a method hands to its likelihood."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from posthoc.linalg import cholesky
+
+__all__ = ["DenseLatent", "IndependentLatent", "Latent"]
+
+
+class Latent(ABC):
+    """The covariance V(x) of the latent outputs at N points; each question is answered without more than it needs."""
+
+    independent: bool = False
+    """Whether the outputs at one point are independent, so that `variance` says everything."""
+
+    @property
+    @abstractmethod
+    def variance(self) -> Tensor:  # (N, C)
+        """The diagonal of V."""
+
+    @abstractmethod
+    def covariance(self) -> Tensor:  # (N, C, C)
+        """V itself."""
+
+    @abstractmethod
+    def difference(
+        self,
+        top: Tensor,  # (N,), one output for each point
+    ) -> Tensor:  # (N, C)
+        """Var(f_c - f_top) for every output c."""
+
+    def perturb(
+        self,
+        noise: Tensor,  # (S, N, C), standard normal
+    ) -> Tensor:  # (S, N, C)
+        """Draws of f - mean, differentiable in V (reparameterised)."""
+        return correlate(self.covariance(), noise)
+
+
+class IndependentLatent(Latent):
+    """Independent outputs: V is diagonal."""
+
+    independent = True
+
+    def __init__(self, variance: Tensor) -> None:
+        self._variance = variance
+
+    @property
+    def variance(self) -> Tensor:
+        return self._variance
+
+    def covariance(self) -> Tensor:
+        return torch.diag_embed(self._variance)
+
+    def difference(self, top: Tensor) -> Tensor:
+        total = self._variance + self._variance.gather(-1, top[:, None])
+        return total.scatter(-1, top[:, None], 0.0)
+
+    def perturb(self, noise: Tensor) -> Tensor:
+        # The tiny floor keeps the square root's gradient finite where the variance is exactly zero.
+        return noise * self._variance.clamp_min(1e-300 if noise.dtype == torch.float64 else 1e-30).sqrt()
+
+
+class DenseLatent(Latent):
+    """The covariance written out."""
+
+    def __init__(self, covariance: Tensor) -> None:
+        self._covariance = covariance
+
+    @property
+    def variance(self) -> Tensor:
+        return self._covariance.diagonal(dim1=-2, dim2=-1)
+
+    def covariance(self) -> Tensor:
+        return self._covariance
+
+    def difference(self, top: Tensor) -> Tensor:
+        row = self._covariance[torch.arange(len(top), device=top.device), top]
+        variance = self.variance
+        return (variance + variance.gather(-1, top[:, None]) - 2.0 * row).clamp_min(0.0)
+
+
+def correlate(
+    covariance: Tensor,  # (N, C, C)
+    noise: Tensor,  # (S, N, C)
+) -> Tensor:  # (S, N, C)
+    """Standard normal draws turned into draws with that covariance, which may be singular."""
+    # A covariance that is singular is legitimate here (outputs may be perfectly correlated, or certain): a jitter far
+    # below what float64 resolves of the draws lets its Cholesky exist without a warning.
+    covariance = covariance.double()
+    floor = 1e-9 * covariance.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-290)
+    ridge = torch.diag_embed(floor[:, None].expand(covariance.shape[:-1]))
+    factor = cholesky(covariance + ridge, "the covariance across outputs")
+    return torch.einsum("ncd,snd->snc", factor, noise.double()).to(noise.dtype)

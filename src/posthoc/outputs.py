@@ -1,0 +1,103 @@
+"""`Outputs`: what a predictor looked at, what it said and what was true, one row a point. All a method needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posthoc.backbone import Backbone, Reading
+from posthoc.batches import as_tensor, iterate
+from posthoc.checks import require_finite
+from posthoc.errors import DataError
+
+__all__ = ["Outputs", "collect"]
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """A predictor's outputs on N points, with the targets and, where known, the features and inputs behind them.
+
+    Tensors, NumPy arrays or nested lists; features and inputs of more than two dimensions are flattened to rows.
+    """
+
+    outputs: Tensor  # (N,) or (N, C), real
+    targets: Tensor | None = None  # (N,) of classes, or as outputs
+    features: Tensor | None = None  # (N, D)
+    inputs: Tensor | None = None  # (N, D)
+
+    def __post_init__(self) -> None:
+        for name in ("outputs", "targets", "features", "inputs"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            tensor = as_tensor(value).detach()
+            if tensor.ndim < 1:
+                raise DataError(f"Expected {name} with one row a point, got a single number.")
+            if name in ("features", "inputs"):
+                tensor = tensor.reshape(len(tensor), -1)
+            require_finite(tensor, name)
+            object.__setattr__(self, name, tensor)
+            if len(tensor) != len(self.outputs):
+                raise DataError(
+                    f"Expected as many rows of {name} as of outputs, {len(self.outputs)}, got {len(tensor)}."
+                )
+        if not self.outputs.is_floating_point():
+            raise DataError(f"Expected real-valued outputs, got {self.outputs.dtype}.")
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def __getitem__(self, rows: Any) -> Outputs:
+        return self._map(lambda part: part[rows])
+
+    def space(self, name: str) -> Tensor | None:
+        """A block of kernel coordinates by name: "features", "inputs" or "outputs"."""
+        block: Tensor | None = getattr(self, name)
+        return block.reshape(len(self), -1) if block is not None else None
+
+    def to(self, device: torch.device) -> Outputs:
+        """A copy on another device."""
+        return self if device == self.outputs.device else self._map(lambda part: part.to(device))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
+        changed = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v if v is None else change(v) for k, v in changed.items()})
+
+
+def collect(backbone: Backbone, data: Any, *, features: bool, inputs: bool, batch_size: int = 256) -> Outputs:
+    """Runs the predictor once over the data and keeps what it said."""
+    with backbone.running(features=features, inputs=inputs) as run:
+        readings = [run(batch) for batch in iterate(data, batch_size)]
+    return join(readings)
+
+
+def join(readings: list[Reading]) -> Outputs:
+    """Batches of readings as one."""
+    readings = [r for r in readings if r.outputs.ndim and len(r.outputs)]
+    if not readings:
+        raise DataError("Expected at least one data point, got none: the loader is empty.")
+    columns = Reading(*zip(*readings, strict=True))
+    outputs = stack(columns.outputs, "outputs")
+    assert outputs is not None
+    return Outputs(
+        outputs,
+        stack(columns.target, "targets"),
+        stack(columns.features, "features"),
+        stack(columns.inputs, "inputs"),
+    )
+
+
+def stack(parts: Any, name: str) -> Tensor | None:
+    present = [as_tensor(part) for part in parts if part is not None]
+    if not present:
+        return None
+    if len(present) != len(parts):
+        raise DataError(f"Expected {name} in every batch, got them in {len(present)} of {len(parts)}.")
+    widths = {tuple(part.shape[1:]) for part in present}
+    if len(widths) > 1:
+        raise DataError(f"Expected {name} of one width, got batches of widths {sorted(widths)}.")
+    return torch.cat(present)

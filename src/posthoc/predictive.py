@@ -1,0 +1,200 @@
+"""`Predictive`: what every method's `predict` returns. Means are the network's own; all in the user's units."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from posthoc.checks import class_labels, regression_targets
+from posthoc.errors import OptionError
+from posthoc.latent import correlate
+
+__all__ = ["ClassificationPredictive", "Predictive", "RegressionPredictive", "working_dtype"]
+
+
+def working_dtype(mean: Tensor) -> torch.dtype:
+    """The dtype of everything but the mean: the network's own, but never half precision."""
+    return torch.promote_types(mean.dtype, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Predictive(ABC):
+    """Predictive distributions for N points; a row is a point, and `pred[rows]` selects some of them."""
+
+    mean: Tensor  # (N, ...), exactly what the network said
+
+    @property
+    @abstractmethod
+    def variance(self) -> Tensor:
+        """The variance that goes with `mean`, of the same shape."""
+
+    @property
+    def std(self) -> Tensor:
+        """√variance."""
+        return self.variance.sqrt()
+
+    @property
+    @abstractmethod
+    def covariance(self) -> Tensor:  # (N, C, C)
+        """The covariance across outputs, `variance` on its diagonal; ask with `predict(..., covariance=True)`."""
+
+    @abstractmethod
+    def log_prob(self, y: Any) -> Tensor:  # (N,)
+        """The log-probability (or density, in the user's units) of what was observed, one number a row."""
+
+    @abstractmethod
+    def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:  # (n, N, ...)
+        """n draws whose mean and variance are `mean` and `variance`."""
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+    def __getitem__(self, rows: Any) -> Self:
+        rows = slice(rows, rows + 1 or None) if isinstance(rows, int) else rows
+        return self._map(lambda t: t[rows])
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """A copy on another device."""
+        return self._map(lambda t: t.to(*args, **kwargs))
+
+    def _map(self, change: Any) -> Self:
+        changed = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: change(v) for k, v in changed.items() if isinstance(v, Tensor) and v.ndim})
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """Several batches, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = {f.name: [getattr(p, f.name) for p in parts] for f in fields(parts[0])}
+        rows = {k: torch.cat(v) for k, v in columns.items() if isinstance(v[0], Tensor) and v[0].ndim}
+        return replace(parts[0], **rows)
+
+
+@dataclass(frozen=True, eq=False)
+class RegressionPredictive(Predictive):
+    """A Gaussian for a new observation at each point, in the user's units; several outputs are taken as independent
+    by `log_prob`, as they are in training, unless you use `covariance`."""
+
+    latent_variance: Tensor  # as mean: how unsure we are of the function
+    noise: Tensor  # as mean: the variance of an observation around it
+    latent_covariance: Tensor | None = None  # (N, C, C)
+
+    @property
+    def variance(self) -> Tensor:
+        return self.latent_variance + self.noise
+
+    @property
+    def covariance(self) -> Tensor:
+        if self.latent_covariance is None:
+            if self.mean[0].numel() == 1:
+                return self.variance.reshape(-1, 1, 1)
+            raise OptionError("The covariance across outputs was not computed: call predict(..., covariance=True).")
+        return self.latent_covariance + torch.diag_embed(self.noise.reshape(len(self), -1))
+
+    def quantile(self, q: float | Tensor) -> Tensor:
+        """The value below which a new observation falls with probability q, in (0, 1); a tensor q must broadcast
+        against `mean`."""
+        level = torch.as_tensor(q, dtype=torch.float64, device=self.mean.device)
+        if not bool(((level > 0) & (level < 1)).all()):
+            raise OptionError(f"Expected quantile levels strictly between 0 and 1, got {q}.")
+        return self._at(torch.special.ndtri(level))
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """The central interval that holds a new observation with probability `level`: (lower, upper)."""
+        if not 0.0 < level < 1.0:
+            raise OptionError(f"Expected an interval level strictly between 0 and 1, got {level} (0.95 means 95 %).")
+        z = torch.special.ndtri(torch.tensor(0.5 + 0.5 * level, dtype=torch.float64, device=self.mean.device))
+        return self._at(-z), self._at(z)
+
+    def cdf(self, y: Any) -> Tensor:
+        """The probability that a new observation is at most y."""
+        return torch.special.ndtr(self._standardised(y))
+
+    def log_prob(self, y: Any) -> Tensor:
+        density = -0.5 * self._standardised(y).square() - self.std.log() - 0.5 * math.log(2.0 * math.pi)
+        return density.reshape(len(self), -1).sum(-1)
+
+    def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        noise = normal((n, *self.mean.shape), self.mean, generator)
+        if self.latent_covariance is None:
+            return self.mean + self.std * noise
+        return self.mean + correlate(self.covariance, noise.reshape(n, len(self), -1)).reshape(noise.shape)
+
+    def _at(self, z: Tensor) -> Tensor:
+        return self.mean + self.std * z.to(self.std.dtype)
+
+    def _standardised(self, y: Any) -> Tensor:
+        return (regression_targets(y, self.mean).to(self.std.dtype) - self.mean) / self.std
+
+
+@dataclass(frozen=True, eq=False)
+class ClassificationPredictive(Predictive):
+    """Class probabilities, and the Gaussian over the logits behind them: `mean`, `variance` and `sample` are of the
+    logits f, and `probs` are of softmax(f / temperature) averaged over them."""
+
+    logit_variance: Tensor  # (N, C)
+    log_probs: Tensor  # (N, C)
+    temperature: Tensor  # ()
+    keeps_argmax: bool = True  # whether the approximation behind log_probs cannot move the predicted class
+    independent: bool = True  # whether logit_variance says everything about the covariance
+    logit_covariance: Tensor | None = None  # (N, C, C)
+
+    @property
+    def variance(self) -> Tensor:
+        return self.logit_variance
+
+    @property
+    def covariance(self) -> Tensor:
+        if self.logit_covariance is not None:
+            return self.logit_covariance
+        if self.independent:
+            return torch.diag_embed(self.logit_variance)
+        raise OptionError("The covariance across classes was not computed: call predict(..., covariance=True).")
+
+    @property
+    def probs(self) -> Tensor:  # (N, C)
+        """The class probabilities."""
+        probs = self.log_probs.exp()
+        top = self.mean.argmax(-1, keepdim=True)
+        if self.keeps_argmax and bool((probs.argmax(-1, keepdim=True) != top).any()):
+            # Two classes may round to one probability: the network's own choice stays first.
+            winner = torch.nextafter(probs.amax(-1, keepdim=True), torch.full_like(probs[:, :1], math.inf))
+            probs = torch.where(probs.argmax(-1, keepdim=True) != top, probs.scatter(-1, top, winner), probs)
+        return probs
+
+    def entropy(self) -> Tensor:  # (N,)
+        """The entropy of `probs`, in nats: all the uncertainty about the class."""
+        return torch.special.entr(self.log_probs.exp()).sum(-1)
+
+    def mutual_information(self, samples: int = 256, generator: torch.Generator | None = None) -> Tensor:  # (N,)
+        """How much of the entropy comes from not knowing the function, in nats, from draws of the logits (with a
+        generator of its own, so that the same question has the same answer)."""
+        if generator is None:
+            generator = torch.Generator(self.mean.device).manual_seed(0)
+        log_p = (self.sample(samples, generator) / self.temperature).log_softmax(-1)
+        average = log_p.logsumexp(0) - math.log(samples)
+        expected = torch.special.entr(log_p.exp()).sum(-1).mean(0)
+        return (torch.special.entr(average.exp()).sum(-1) - expected).clamp_min(0.0)
+
+    def log_prob(self, y: Any) -> Tensor:
+        labels = class_labels(y, self.mean)
+        return self.log_probs.gather(-1, labels[:, None]).squeeze(-1)
+
+    def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        noise = normal((n, *self.mean.shape), self.mean, generator)
+        if self.independent:
+            return self.mean + self.std * noise
+        return self.mean + correlate(self.covariance, noise)
+
+
+def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    if shape[0] < 1:
+        raise OptionError(f"Expected at least one draw, got n = {shape[0]}.")
+    return torch.randn(shape, dtype=working_dtype(like), device=like.device, generator=generator)
