@@ -64,8 +64,8 @@ class Outputs:
         return self if device == self.outputs.device else self._map(lambda part: part.to(device))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
-        changed = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v if v is None else change(v) for k, v in changed.items()})
+        parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: change(part) for name, part in parts.items() if part is not None})
 
 
 def collect(backbone: Backbone, data: Any, *, features: bool, inputs: bool, batch_size: int = 256) -> Outputs:

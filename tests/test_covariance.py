@@ -1,0 +1,120 @@
+"""The variational family against dense computations."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posthoc.errors import NotPSDError, PosthocWarning
+from posthoc.fmgp.covariance import correction, kl_divergence, marginal_variance
+from posthoc.linalg import cholesky
+from tests import oracles
+
+TIGHT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def problem(seed: int, n: int = 7, m: int = 5, d: int = 2):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, d, dtype=torch.float64, generator=g)
+    z = torch.randn(m, d, dtype=torch.float64, generator=g)
+    one = torch.ones(d, dtype=torch.float64)
+    kzz = oracles.kernel_matrix("rbf", z, z, one, 1.3)
+    kxz = oracles.kernel_matrix("rbf", x, z, one, 1.3)
+    chol = torch.randn(m, m, dtype=torch.float64, generator=g).tril()
+    return chol, kzz, kxz, torch.full((n,), 1.3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_correction_is_the_dense_one(seed):
+    chol, kzz, _, _ = problem(seed)
+    w = correction(chol, kzz).w
+    torch.testing.assert_close(w.mT @ w, oracles.correction(chol, kzz), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kl_is_the_dense_gaussian_kl_on_the_inducing_values(seed):
+    chol, kzz, _, _ = problem(seed)
+    posterior = kzz - kzz @ oracles.correction(chol, kzz) @ kzz
+    torch.testing.assert_close(
+        kl_divergence(correction(chol, kzz)), oracles.gaussian_kl(posterior, kzz), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_kl_is_zero_at_the_prior_and_grows_with_l():
+    chol, kzz, _, _ = problem(0)
+    values = [float(kl_divergence(correction(s * chol, kzz))) for s in (0.0, 1e-4, 0.1, 1.0, 10.0)]
+    assert values[0] == 0.0
+    assert values == sorted(values)
+    assert values[-1] > 1.0
+
+
+def test_paper_sign_of_the_trace_would_not_give_a_kl():
+    """Trap 1: with the printed sign, the value would be first order in Ã; the true one is second order and positive."""
+    chol, kzz, _, _ = problem(1)
+    c = correction(1e-3 * chol, kzz)
+    assert float(kl_divergence(c)) > 0
+    assert float(0.5 * (c.log_det + c.trace)) > 100 * float(kl_divergence(c))
+
+
+def test_zero_l_is_a_stationary_point():
+    """Trap 11: training must not start there."""
+    chol, kzz, kxz, k_diag = problem(2)
+    chol = torch.zeros_like(chol).requires_grad_()
+    c = correction(chol, kzz)
+    (marginal_variance(k_diag, kxz, c.w).sum() + kl_divergence(c)).backward()
+    assert torch.equal(chol.grad, torch.zeros_like(chol))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    n=st.integers(1, 6),
+    m=st.integers(1, 8),
+    scale=st.sampled_from([1e-6, 1.0, 1e3, 1e6]),
+    duplicated=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_variance_stays_between_zero_and_the_prior(seed, n, m, scale, duplicated, dtype):
+    g = torch.Generator().manual_seed(seed)
+    z = torch.randn(m, 2, dtype=torch.float64, generator=g)
+    if duplicated:
+        z[m // 2 :] = z[0]
+    x = torch.cat([torch.randn(n, 2, dtype=torch.float64, generator=g), z])
+    one = torch.ones(2, dtype=torch.float64)
+    kzz, kxz = oracles.kernel_matrix("rbf", z, z, one, 1.0), oracles.kernel_matrix("rbf", x, z, one, 1.0)
+    chol = scale * torch.randn(m, m, dtype=torch.float64, generator=g).tril()
+    with warnings.catch_warnings():  # at a scale of 1e6 jitter may be needed, and says so
+        warnings.simplefilter("ignore", PosthocWarning)
+        c = correction(chol.to(dtype), kzz.to(dtype))
+    assert c.w.dtype == torch.float64  # M x M algebra, whatever the network's dtype
+    variance = marginal_variance(torch.ones(len(x), dtype=torch.float64), kxz, c.w)
+    assert (variance >= 0).all()
+    assert (variance <= 1.0).all()
+    assert float(kl_divergence(c)) >= -1e-9
+
+
+def test_gradients_agree_with_finite_differences():
+    chol, kzz, kxz, k_diag = problem(3, n=3, m=4)
+
+    def both(chol, kzz, kxz):
+        c = correction(chol.tril(), 0.5 * (kzz + kzz.mT))
+        return marginal_variance(k_diag, kxz, c.w), kl_divergence(c)
+
+    inputs = [t.clone().requires_grad_() for t in (chol, kzz, kxz)]
+    assert torch.autograd.gradcheck(both, inputs, eps=1e-6, atol=1e-7)
+
+
+def test_jitter_grows_with_a_warning_then_the_matrix_is_refused():
+    v = torch.ones(3, 1, dtype=torch.float64)
+    singular = v @ v.mT - 1e-9 * torch.eye(3, dtype=torch.float64)
+    with pytest.warns(PosthocWarning, match="not positive definite; added 1e-08"):
+        factor = cholesky(singular, "K")
+    torch.testing.assert_close(factor @ factor.mT, singular, rtol=0, atol=1e-7)
+    with pytest.raises(NotPSDError, match="Expected K to be positive definite"):
+        cholesky(-torch.eye(3, dtype=torch.float64), "K")
+    with pytest.raises(NotPSDError, match="NaN"):
+        cholesky(torch.full((2, 2), torch.nan, dtype=torch.float64), "K")

@@ -1,0 +1,112 @@
+"""Starting places of inducing points."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from posthoc import FMGP, Outputs, PosthocWarning
+from posthoc.inducing import distinct, kmeans, per_class, random_classes, random_points
+
+
+class Rows:
+    """A source over given blocks, which counts what is read at once."""
+
+    def __init__(self, **blocks):
+        self.blocks, self.largest = blocks, 0
+
+    def __len__(self):
+        return len(next(iter(self.blocks.values())))
+
+    def points(self, rows):
+        self.largest = max(self.largest, len(rows))
+        return {k: v[rows] for k, v in self.blocks.items()}
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def clusters(per=200, seed=0):
+    centres = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0], [10.0, 10.0]], dtype=torch.float64)
+    noise = torch.randn(4 * per, 2, dtype=torch.float64, generator=seeded(seed))
+    return centres, (centres.repeat_interleave(per, 0) + 0.5 * noise)[torch.randperm(4 * per, generator=seeded(1))]
+
+
+def test_kmeans_finds_separate_clusters():
+    centres, x = clusters()
+    found = kmeans(Rows(features=x), 4, seeded())["features"]
+    assert torch.cdist(centres, found).amin(1).max() < 0.2
+
+
+def test_kmeans_streams():
+    _, x = clusters(per=25_000)
+    source = Rows(features=x)
+    kmeans(source, 10, seeded())
+    assert source.largest <= 2000
+
+
+def test_kmeans_spreads_less_than_random_rows():
+    x = torch.randn(3000, 2, dtype=torch.float64, generator=seeded())
+    inertia = [
+        float(torch.cdist(x, choose(Rows(features=x), 30, seeded())["features"]).amin(1).square().sum())
+        for choose in (kmeans, random_points)
+    ]
+    assert inertia[0] < 0.8 * inertia[1]
+
+
+def test_same_seed_same_points_and_duplicates_do_no_harm():
+    x = torch.ones(50, 3, dtype=torch.float64)
+    x[0] = 2.0
+    a, b = (kmeans(Rows(features=x), 5, seeded())["features"] for _ in range(2))
+    assert torch.equal(a, b)
+    assert a.isfinite().all()
+
+
+def test_more_inducing_points_than_data_warns_and_takes_the_data():
+    x = torch.randn(4, 2, dtype=torch.float64)
+    for choose in (kmeans, random_points):
+        with pytest.warns(PosthocWarning, match="Asked for 9 inducing points but there are only 4"):
+            z = choose(Rows(features=x), 9, seeded())["features"]
+        assert sorted(z.tolist()) == sorted(x.tolist())
+
+
+def test_per_class_points_belong_to_the_class_of_their_row():
+    x = torch.arange(60, dtype=torch.float64)[:, None]
+    y = torch.tensor([0] * 50 + [1] * 8 + [3] * 2)  # uneven, and class 2 is missing
+    found = per_class(Rows(features=x), y, 20, 4, seeded())
+    assert torch.equal(y[found.z["features"].squeeze(1).long()], found.z_class)
+    assert found.z_class.bincount(minlength=4).tolist() == [10, 8, 0, 2]
+    few = per_class(Rows(features=x), y, 2, 4, seeded())
+    assert len(few.z_class.unique()) == 2
+
+
+def test_random_classes_are_even_and_cover_what_they_can():
+    assert random_classes(10, 4, seeded()).bincount(minlength=4).max() == 3
+    assert len(random_classes(3, 10, seeded()).unique()) == 3
+
+
+@pytest.mark.parametrize(("n", "m"), [(10, 10), (100, 7), (10**7, 50)])
+def test_distinct_rows_are_distinct(n, m):
+    rows = distinct(n, m, seeded())
+    assert len(rows.unique()) == m
+    assert int(rows.max()) < n
+
+
+@pytest.mark.parametrize("inducing", ["kmeans", "random", "per_class"])
+@pytest.mark.parametrize("m", [2, 3, 8])
+def test_every_choice_serves_more_or_fewer_points_than_classes(inducing, m):
+    outputs = Outputs(torch.randn(40, 5), torch.arange(40) % 5, torch.randn(40, 3))
+    bayes = FMGP(None, "classification", inducing=inducing, num_inducing=m, steps=3).fit(outputs)
+    assert len(bayes.head.process.l_raw) == m
+    assert bayes.predict(outputs).probs.isfinite().all()
+
+
+def test_given_points_are_used_in_the_users_units():
+    features = 100.0 + 7.0 * torch.randn(40, 3)
+    outputs = Outputs(torch.randn(40, 2), torch.randn(40, 2), features)
+    bayes = FMGP(None, "regression", inducing=features[:5], inducing_classes=[0, 1, 0, 1, 1], steps=0).fit(outputs)
+    process, coordinates = bayes.head.process, bayes.head.coordinates
+    expected = coordinates.standardise({"features": features[:5]})["features"]
+    torch.testing.assert_close(process.z["features"].detach(), expected[[0, 2, 1, 3, 4]])
+    assert process.z_class.tolist() == [0, 0, 1, 1, 1]

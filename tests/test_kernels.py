@@ -1,0 +1,143 @@
+"""Kernels against textbook formulas and GPyTorch."""
+
+from __future__ import annotations
+
+import math
+
+import gpytorch
+import pytest
+import torch
+
+from posthoc import RBF, Constant, Linear, Matern, OptionError, White
+from posthoc.kernels import OutputCovariance, as_kernel, gram, kernel_from_spec
+from tests import oracles
+
+G = torch.Generator().manual_seed(0)
+A = {"inputs": torch.randn(6, 3, dtype=torch.float64, generator=G)}
+B = {"inputs": torch.randn(4, 3, dtype=torch.float64, generator=G)}
+SCALES = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
+
+
+def ready(kernel, points=A, default="inputs"):
+    kernel.start(points, default)
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        (RBF(lengthscale=SCALES, amplitude=2.0), "rbf"),
+        (Matern(0.5, lengthscale=SCALES, amplitude=2.0), "matern12"),
+        (Matern(1.5, lengthscale=SCALES, amplitude=2.0), "matern32"),
+        (Matern(2.5, lengthscale=SCALES, amplitude=2.0), "matern52"),
+    ],
+)
+def test_stationary_kernels_are_their_formulas(kernel, name):
+    """Trap 3: length-scales are squared."""
+    expected = oracles.kernel_matrix(name, A["inputs"], B["inputs"], SCALES, 2.0)
+    torch.testing.assert_close(ready(kernel)(A, B), expected)
+    torch.testing.assert_close(kernel.diag(A), torch.full((6,), 2.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("nu", [0.5, 1.5, 2.5, math.inf])
+def test_stationary_kernels_are_gpytorchs(nu):
+    theirs = (
+        gpytorch.kernels.RBFKernel(ard_num_dims=3)
+        if nu == math.inf
+        else gpytorch.kernels.MaternKernel(nu, ard_num_dims=3)
+    )
+    theirs = gpytorch.kernels.ScaleKernel(theirs).double()
+    theirs.outputscale, theirs.base_kernel.lengthscale = 1.7, SCALES
+    ours = RBF(lengthscale=SCALES, amplitude=1.7) if nu == math.inf else Matern(nu, lengthscale=SCALES, amplitude=1.7)
+    wrapped = ready(as_kernel(theirs))
+    for a, b in ((A, B), (A, A)):
+        # GPyTorch forms distances by products, so coincident points are 1e-8 apart under its square root.
+        torch.testing.assert_close(ready(ours)(a, b), wrapped(a, b), rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours.diag(A), wrapped.diag(A))
+
+
+def test_rbf_keeps_its_digits_far_from_the_origin():
+    shifted = {k: v + 1e7 for k, v in A.items()}, {k: v + 1e7 for k, v in B.items()}
+    kernel = ready(RBF(lengthscale=1.0))
+    torch.testing.assert_close(kernel(*shifted), kernel(A, B), rtol=1e-6, atol=1e-7)
+
+
+def test_white_is_the_identity_of_a_point_not_of_its_coordinates():
+    """Trap 4."""
+    kernel = ready(RBF() + White(variance=0.3))
+    same_place = {k: v.clone() for k, v in A.items()}
+    assert float(kernel(A, same_place)[0, 0].detach()) == 1.0
+    torch.testing.assert_close(kernel.diag(A), torch.full((6,), 1.3, dtype=torch.float64))
+    torch.testing.assert_close(gram(kernel, A) - kernel(A, A), 0.3 * torch.eye(6, dtype=torch.float64))
+
+
+def test_the_papers_classification_kernel():
+    points = {"inputs": A["inputs"], "features": torch.randn(6, 2, dtype=torch.float64, generator=G)}
+    kernel = ready(RBF(on="inputs", lengthscale=1.5) * (Linear(on="features") + White()), points)
+    rbf = oracles.kernel_matrix("rbf", A["inputs"], A["inputs"], torch.full((3,), 1.5, dtype=torch.float64), 1.0)
+    linear = points["features"] @ points["features"].mT
+    torch.testing.assert_close(gram(kernel, points), rbf * (linear + torch.eye(6, dtype=torch.float64)))
+    torch.testing.assert_close(kernel(points, points), rbf * linear)
+    assert kernel.spaces() == {"inputs", "features"}
+
+
+def test_length_scales_start_from_the_median_distance():
+    kernel = ready(RBF())
+    distances = sorted(float((A["inputs"][i] - A["inputs"][j]).norm()) for i in range(6) for j in range(i + 1, 6))
+    torch.testing.assert_close(kernel.log_lengthscale.exp(), torch.full((3,), distances[7], dtype=torch.float64))
+
+
+def test_constant_points_leave_a_length_scale_of_one():
+    kernel = ready(RBF(), {"inputs": torch.ones(5, 2, dtype=torch.float64)})
+    assert kernel.log_lengthscale.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kernel", [RBF(), Matern(0.5), Linear() + Constant(), RBF(on="inputs") * (Linear() + White())])
+def test_a_kernel_is_rebuilt_from_its_spec(kernel):
+    ready(kernel)
+    again = ready(kernel_from_spec(kernel.spec()))
+    again.load_state_dict(kernel.state_dict())
+    assert torch.equal(again(A, B), kernel(A, B))
+    assert torch.equal(gram(again, A), gram(kernel, A))
+
+
+def test_gradients_agree_with_finite_differences():
+    kernel = ready(RBF() * (Linear() + White()) + Matern(2.5) + Constant())
+    names, values = zip(*kernel.named_parameters(), strict=True)
+
+    def evaluate(x, z, *parameters):
+        settings = dict(zip(names, parameters, strict=True))
+        points, inducing = {"inputs": x}, {"inputs": z}
+        k = torch.func.functional_call(kernel, settings, (points, inducing))
+        return k
+
+    x, z = A["inputs"][:2].clone().requires_grad_(), B["inputs"][:2].clone().requires_grad_()
+    assert torch.autograd.gradcheck(evaluate, (x, z, *values), atol=1e-7)
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_output_covariance_gives_one_matrix_in_every_form(rank):
+    b = OutputCovariance(5, rank, torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        b.factor += torch.randn(b.factor.shape, dtype=torch.float64, generator=G)
+    matrix = b.matrix()
+    torch.testing.assert_close(b.diagonal(), matrix.diagonal())
+    which = torch.tensor([3, 0])
+    torch.testing.assert_close(b.columns(which), matrix[:, which])
+    assert (torch.linalg.eigvalsh(matrix) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RBF(on="pixels"), "inputs, features, outputs"),
+        (lambda: RBF(lengthscale=-1.0), "above zero"),
+        (lambda: Matern(3.0), "0.5, 1.5 or 2.5"),
+        (lambda: ready(RBF(lengthscale=torch.ones(2))), "each of the 3 inputs, got 2"),
+        (lambda: as_kernel("rbf"), "posthoc or GPyTorch kernel, got str"),
+        (lambda: kernel_from_spec({"type": "magic"}), "got 'magic'"),
+    ],
+)
+def test_impossible_kernels_are_refused(make, message):
+    with pytest.raises(OptionError, match=message):
+        make()

@@ -1,0 +1,213 @@
+"""Energies and predictives against quadrature, Monte Carlo and each other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from posthoc import Categorical, Gaussian, OptionError
+from posthoc.latent import DenseLatent, IndependentLatent
+from posthoc.likelihoods import gaussian_energy
+from tests import oracles
+
+DOUBLE = torch.float64
+
+
+def random_latent(n: int, c: int, seed: int = 0, scale: float = 1.0) -> DenseLatent:
+    g = torch.Generator().manual_seed(seed)
+    factor = scale * torch.randn(n, c, c, dtype=DOUBLE, generator=g)
+    return DenseLatent(factor @ factor.mT)
+
+
+def logits(n: int, c: int, seed: int = 0) -> torch.Tensor:
+    return 3.0 * torch.randn(n, c, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(("residual", "variance", "noise"), [(0.7, 0.5, 0.3), (-2.0, 3.0, 0.1), (0.0, 1e-3, 1.0)])
+def test_gaussian_energy_is_its_integral(alpha, residual, variance, noise):
+    tensors = (torch.tensor([[v]], dtype=DOUBLE) for v in (residual, variance))
+    ours = gaussian_energy(*tensors, torch.tensor(noise, dtype=DOUBLE), alpha)
+    assert float(ours) == pytest.approx(
+        oracles.gaussian_energy_by_quadrature(residual, variance, noise, alpha), abs=1e-6
+    )
+
+
+def test_energy_at_zero_alpha_is_the_limit():
+    """Trap 2: an own branch, continuous with the rest."""
+    args = (torch.tensor([[0.7]], dtype=DOUBLE), torch.tensor([[2.0]], dtype=DOUBLE), torch.tensor(0.3, dtype=DOUBLE))
+    exact = gaussian_energy(*args, 0.0)
+    for alpha in (1e-7, 1e-12, 1e-300):
+        torch.testing.assert_close(gaussian_energy(*args, alpha), exact, rtol=0, atol=1e-5 if alpha > 1e-8 else 1e-9)
+
+
+def test_energy_survives_a_noise_of_zero():
+    """Trap 2: at α = 1 the noise goes to zero on real data."""
+    one, tiny = torch.ones(1, 1, dtype=DOUBLE), torch.tensor(0.0, dtype=DOUBLE)
+    expected = torch.distributions.Normal(0.0, 1.0).log_prob(torch.tensor(1.0, dtype=DOUBLE))
+    torch.testing.assert_close(gaussian_energy(one, one, tiny, 1.0).squeeze(), expected)
+    likelihood = Gaussian()
+    likelihood.log_noise.data.fill_(-1000.0)
+    assert likelihood.noise > 0
+
+
+def test_several_outputs_train_on_what_log_prob_reports():
+    """Trap 2: the factorised form, in both places and in the user's units."""
+    likelihood = Gaussian(noise="per_output")
+    g = torch.Generator().manual_seed(0)
+    outputs, targets = (torch.randn(5, 3, dtype=DOUBLE, generator=g) * torch.tensor([1.0, 10.0, 0.1]) for _ in range(2))
+    likelihood.start(outputs, targets)
+    latent = random_latent(5, 3)
+    mean, target = likelihood.standardise(outputs, targets)
+    energy = likelihood.energy(mean, latent, target, 1.0)
+    log_prob = likelihood.predictive(outputs, latent).log_prob(targets)
+    torch.testing.assert_close(energy - likelihood.scale.log().sum(), log_prob)
+
+
+def test_regression_units_come_back():
+    """Scaling and shifting y scales what is predicted, and nothing else."""
+    outputs, targets = torch.randn(6, 1, dtype=DOUBLE), torch.randn(6, 1, dtype=DOUBLE)
+    latent = random_latent(6, 1)
+    predictions = []
+    for scale, shift in ((1.0, 0.0), (1000.0, -5.0)):
+        likelihood = Gaussian()
+        likelihood.start(scale * outputs + shift, scale * targets + shift)
+        predictions.append(likelihood.predictive(scale * outputs + shift, latent))
+    torch.testing.assert_close(predictions[1].std, 1000.0 * predictions[0].std)
+    torch.testing.assert_close(predictions[1].noise, 1e6 * predictions[0].noise)
+
+
+def test_temperature_scaling_is_the_shared_constant_variance():
+    """A shared constant v and likelihood temperature τ: softmax(μ/T), T = √(τ² + πv/8)."""
+    mu, v, tau = logits(8, 5), 1.7, 0.6
+    latent = IndependentLatent(torch.full((8, 5), v, dtype=DOUBLE))
+    expected = (mu / math.sqrt(tau**2 + math.pi * v / 8)).log_softmax(-1)
+    for form in ("pairwise", "logit_scaling"):
+        pred = Categorical(temperature=tau, prediction=form).predictive(mu, latent)
+        torch.testing.assert_close(pred.log_probs, expected, rtol=0, atol=1e-6)
+
+
+def test_pairwise_form_is_logit_scaling_for_equal_independent_variances():
+    mu = logits(8, 5)
+    latent = IndependentLatent(torch.rand(8, 1, dtype=DOUBLE).expand(-1, 5) * 4)
+    a = Categorical(prediction="pairwise").predictive(mu, latent).log_probs
+    b = Categorical(prediction="logit_scaling").predictive(mu, latent).log_probs
+    torch.testing.assert_close(a, b)
+
+
+def test_pairwise_form_is_gauge_invariant_and_the_papers_is_not():
+    """Trap 7: softmax ignores c·1 added to the logits and 11ᵀ added to their covariance."""
+    mu, latent = logits(8, 5), random_latent(8, 5)
+    shifted = mu + torch.randn(8, 1, dtype=DOUBLE)
+    wider = DenseLatent(latent.covariance() + 3.0)
+    for form, same in (("pairwise", True), ("logit_scaling", False)):
+        likelihood = Categorical(prediction=form)
+        reference = likelihood.predictive(mu, latent).log_probs
+        for other in (likelihood.predictive(shifted, latent), likelihood.predictive(mu, wider)):
+            assert torch.allclose(other.log_probs, reference, atol=1e-9) == same
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0, 1000.0])
+def test_pairwise_form_never_moves_the_argmax_nor_raises_the_top_probability(scale):
+    """Traps 5 and 7; the paper's form does move it."""
+    mu, latent = logits(500, 6), random_latent(500, 6, scale=scale)
+    pred = Categorical(temperature=1.0).predictive(mu, latent)
+    assert torch.equal(pred.probs.argmax(-1), mu.argmax(-1))
+    assert (pred.probs.amax(-1) <= mu.softmax(-1).amax(-1) + 1e-12).all()
+    if scale >= 10.0:
+        raw = Categorical(temperature=1.0, prediction="logit_scaling").predictive(mu, latent)
+        assert (raw.probs.argmax(-1) != mu.argmax(-1)).any()
+
+
+def test_argmax_survives_rounding_to_float32():
+    mu = torch.tensor([[1.0, 1.0000001, 0.0]] * 3)
+    pred = Categorical().predictive(mu, IndependentLatent(torch.full((3, 3), 1e8, dtype=DOUBLE)))
+    assert pred.probs.dtype == torch.float32
+    assert torch.equal(pred.probs.argmax(-1), mu.argmax(-1))
+
+
+def test_monte_carlo_converges_to_brute_force():
+    mu, latent = logits(3, 4), random_latent(3, 4)
+    pred = Categorical(temperature=0.8, prediction="monte_carlo", samples=200_000).predictive(mu, latent)
+    factor = torch.linalg.cholesky(latent.covariance())
+    g = torch.Generator().manual_seed(123)
+    total = torch.zeros(3, 4, dtype=DOUBLE)
+    for _ in range(20):
+        noise = torch.randn(20_000, 3, 4, dtype=DOUBLE, generator=g)
+        total += ((mu + torch.einsum("ncd,snd->snc", factor, noise)) / 0.8).softmax(-1).mean(0)
+    torch.testing.assert_close(pred.probs, total / 20, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_monte_carlo_energy_is_the_alpha_energy(alpha):
+    mu, latent, y = logits(3, 4), random_latent(3, 4), torch.tensor([0, 1, 3])
+    likelihood = Categorical(temperature=1.0, training="monte_carlo", samples=400)
+    energy = likelihood.energy(mu, latent, y, alpha, torch.Generator().manual_seed(5))
+    noise = torch.randn((400, 3, 4), dtype=DOUBLE, generator=torch.Generator().manual_seed(5))
+    for n in range(3):
+        factor = torch.linalg.cholesky(latent.covariance()[n])
+        p = torch.stack([(mu[n] + factor @ noise[s, n]).softmax(-1)[y[n]] for s in range(400)])
+        expected = p.log().mean() if alpha == 0 else (p**alpha).mean().log() / alpha
+        assert float(energy[n]) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_monte_carlo_is_seeded_and_differentiable():
+    likelihood = Categorical(prediction="monte_carlo")
+    mu, latent = logits(3, 4), random_latent(3, 4)
+    assert torch.equal(likelihood.predictive(mu, latent).log_probs, likelihood.predictive(mu, latent).log_probs)
+    variance = torch.rand(2, 4, dtype=DOUBLE).requires_grad_()
+    trained = Categorical(training="monte_carlo", samples=16)
+
+    def energy(v):
+        generator = torch.Generator().manual_seed(0)
+        return trained.energy(mu[:2], IndependentLatent(v), torch.tensor([1, 2]), 0.5, generator)
+
+    assert torch.autograd.gradcheck(energy, (variance,), atol=1e-7)
+
+
+@pytest.mark.parametrize("form", ["pairwise", "logit_scaling"])
+def test_scaling_forms_are_for_alpha_one_only(form):
+    """Trap 6."""
+    with pytest.raises(OptionError, match="monte_carlo"):
+        Categorical(training=form).check_alpha(0.5)
+    Categorical(training=form).check_alpha(1.0)
+    Categorical(training="monte_carlo").check_alpha(0.5)
+
+
+def test_energy_gradients_agree_with_finite_differences():
+    mu, y = logits(3, 4), torch.tensor([0, 1, 3])
+    factor = torch.randn(3, 4, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    likelihood = Categorical()
+
+    def energy(factor, log_temperature):
+        latent = DenseLatent(factor @ factor.mT)
+        settings = {"log_temperature": log_temperature}
+        module = torch.func.functional_call
+        return module(_Energy(likelihood), {f"inner.{k}": v for k, v in settings.items()}, (mu, latent, y))
+
+    assert torch.autograd.gradcheck(energy, (factor, likelihood.log_temperature), atol=1e-7)
+
+
+class _Energy(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, mu, latent, y):
+        return self.inner.energy(mu, latent, y, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Gaussian(noise="none"), "per_output"),
+        (lambda: Categorical(temperature=0.0), "positive temperature"),
+        (lambda: Categorical(training="magic"), "pairwise"),
+        (lambda: Categorical(samples=0), "at least one sample"),
+    ],
+)
+def test_impossible_likelihoods_are_refused(make, message):
+    with pytest.raises(OptionError, match=message):
+        make()

@@ -1,0 +1,211 @@
+"""The process: coupled outputs against a dense computation, shared variances, two-space kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posthoc import FMGP, RBF, Categorical, Linear, Outputs, White
+from posthoc.fmgp.covariance import kl_divergence
+from posthoc.fmgp.objective import Objective, TrainingBatch
+from posthoc.fmgp.process import Process
+from posthoc.inducing import Inducing
+from posthoc.kernels import OutputCovariance, gram
+from posthoc.likelihoods import Gaussian
+from tests import oracles
+
+DOUBLE = torch.float64
+
+
+def coupled(seed=0, m=7, c=4, rank=None, classes=None):
+    g = torch.Generator().manual_seed(seed)
+    kernel = RBF() + White(variance=0.2)
+    z = {"inputs": torch.randn(m, 2, dtype=DOUBLE, generator=g)}
+    kernel.start(z, "inputs")
+    b = OutputCovariance(c, rank, g)
+    with torch.no_grad():
+        b.factor += 0.5 * torch.randn(b.factor.shape, dtype=DOUBLE, generator=g)
+    z_class = torch.randint(c, (m,), generator=g) if classes is None else torch.tensor(classes)
+    process = Process(kernel, Inducing(z, z_class), c, b, start=1.0)
+    with torch.no_grad():
+        process.l_raw += torch.randn(m, m, dtype=DOUBLE, generator=g)
+    x = {"inputs": torch.randn(5, 2, dtype=DOUBLE, generator=g)}
+    return process, x
+
+
+def dense(process, x):
+    z = dict(process.z)
+    k = process.kernel
+    b = process.outputs.matrix()
+    return oracles.coupled_covariance(b, k.diag(x), k(x, z), gram(k, z), process.z_class, process.chol)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1000), m=st.integers(1, 9), c=st.integers(2, 6), low=st.booleans())
+def test_coupled_outputs_are_the_dense_multi_output_gp(seed, m, c, low):
+    """M above, equal to and below the number of classes, with classes missing."""
+    process, x = coupled(seed, m, c, 2 if low else None)
+    expected = dense(process, x)
+    latent, _ = process(x)
+    torch.testing.assert_close(latent.covariance(), expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(latent.variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-6, atol=1e-8)
+    top = torch.arange(5) % c
+    for n in range(5):
+        for k in range(c):
+            e = torch.zeros(c, dtype=DOUBLE)
+            e[k] += 1
+            e[top[n]] -= 1
+            torch.testing.assert_close(latent.difference(top)[n, k], e @ expected[n] @ e, rtol=1e-6, atol=1e-7)
+
+
+def test_prepared_and_joint_evaluation_agree():
+    process, x = coupled()
+    joint, _ = process(x)
+    torch.testing.assert_close(process.latent(x, process.prepare()).covariance(), joint.covariance())
+
+
+def test_white_does_not_tie_a_test_point_to_an_inducing_point():
+    """Trap 4: a point that coincides with an inducing point keeps its own δ."""
+    process, _ = coupled(c=2)
+    at_z = {"inputs": process.z["inputs"].detach().clone()}
+    torch.testing.assert_close(process(at_z)[0].covariance(), dense(process, at_z), rtol=1e-7, atol=1e-9)
+
+
+def test_classes_without_inducing_points_keep_the_prior_unless_b_couples_them():
+    """Trap 12."""
+    process, x = coupled(m=3, c=4, classes=[0, 0, 1])
+    with torch.no_grad():
+        process.outputs.factor.copy_(torch.eye(4, dtype=DOUBLE))
+    variance = process(x)[0].variance
+    prior = process.kernel.diag(x)
+    torch.testing.assert_close(variance[:, 2:], prior[:, None].expand(-1, 2))
+    assert (variance[:, :2] < prior[:, None]).all()
+    with torch.no_grad():
+        process.outputs.factor[3, 0] = 0.9
+    coupled_variance = process(x)[0].variance[:, 3]
+    assert (coupled_variance < prior * (1 + 0.81) - 1e-6).all()
+
+
+def shared(c):
+    kernel = RBF()
+    z = {"inputs": torch.randn(4, 2, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))}
+    kernel.start(z, "inputs")
+    return Process(kernel, Inducing(z, torch.zeros(4, dtype=torch.long)), c, None, start=0.7)
+
+
+def test_a_shared_variance_is_that_of_independent_copies():
+    """Trap 9: V = v(x) I, and the KL of all C copies unless asked otherwise."""
+    process, x = shared(3), {"inputs": torch.randn(5, 2, dtype=DOUBLE)}
+    latent, c = process(x)
+    torch.testing.assert_close(latent.covariance(), latent.variance[:, :1, None] * torch.eye(3, dtype=DOUBLE))
+    # the same process written as coupled outputs, B = I, one set of inducing points a class
+    z = {"inputs": process.z["inputs"].detach().repeat(3, 1)}
+    classes = torch.arange(3).repeat_interleave(4)
+    copies = Process(process.kernel, Inducing(z, classes), 3, OutputCovariance(3), start=0.7)
+    expected, full = copies(x)
+    torch.testing.assert_close(latent.covariance(), expected.covariance())
+    torch.testing.assert_close(3 * kl_divergence(c), kl_divergence(full))
+
+
+@pytest.mark.parametrize(("kl", "copies"), [("copies", 3), ("once", 1)])
+def test_the_kl_of_a_shared_variance_is_counted_by_name(kl, copies, monkeypatch):
+    seen = []
+    monkeypatch.setattr("posthoc.fmgp.model.Objective", lambda *a: seen.append(a) or Objective(*a))
+    outputs = Outputs(torch.randn(20, 3), torch.arange(20) % 3)
+    FMGP(None, "classification", variance="shared", kl=kl, steps=1, num_inducing=2).fit(outputs)
+    assert seen[0][4] == copies
+
+
+def test_objective_is_the_paper_s_with_the_batch_scaled():
+    """N/|B| Σ energy - KL, by hand, over N."""
+    process, x = shared(1), {"inputs": torch.randn(5, 2, dtype=DOUBLE)}
+    likelihood = Gaussian()
+    target = torch.randn(5, 1, dtype=DOUBLE)
+    loss = Objective(process, likelihood, 1.0, 50)(TrainingBatch(x, torch.zeros_like(target), target))
+    latent, c = process(x)
+    total = latent.variance + likelihood.noise
+    log_density = torch.distributions.Normal(0.0, total.sqrt()).log_prob(target)
+    expected = (50 / 5) * log_density.sum() - kl_divergence(c)
+    torch.testing.assert_close(-50 * loss, expected)
+
+
+def test_objective_gradients_agree_with_finite_differences():
+    process, x = coupled(m=4, c=3)
+    likelihood = Categorical()
+    batch = TrainingBatch(x, 3 * torch.randn(5, 3, dtype=DOUBLE), torch.tensor([0, 1, 2, 0, 1]))
+    objective = Objective(process, likelihood, 1.0, 50)
+    objective(batch).backward()
+    for parameter in [*process.parameters(), *likelihood.parameters()]:
+        flat, gradient = parameter.data.view(-1), parameter.grad.view(-1)
+        for i in range(0, len(flat), max(1, len(flat) // 5)):
+            values = []
+            for step in (1e-6, -1e-6):
+                flat[i] += step
+                values.append(float(objective(batch).detach()))
+                flat[i] -= step
+            assert (values[0] - values[1]) / 2e-6 == pytest.approx(float(gradient[i]), rel=1e-4, abs=1e-8)
+
+
+def test_two_space_inducing_points_start_at_one_data_point_and_the_network_never_sees_them():
+    """Trap 12."""
+    calls = []
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(2, 5), torch.nn.Linear(5, 3)
+
+        def forward(self, x):
+            calls.append(len(x))
+            return self.head(self.body(x).tanh())
+
+    torch.manual_seed(0)
+    net, x, y = Net(), torch.randn(60, 2), torch.randint(3, (60,))
+    kernel = RBF(on="inputs") * (Linear(on="features") + White())
+    bayes = FMGP(net, "classification", kernel=kernel, num_inducing=6, steps=0).fit((x, y))
+    assert sum(calls) == 60
+    z, c = dict(bayes.head.process.z), bayes.head.coordinates
+    with torch.no_grad():
+        rows = c.standardise({"inputs": x, "features": net.body(x).tanh()})
+    for m in range(6):
+        row = int((rows["inputs"] - z["inputs"][m]).square().sum(-1).argmin())
+        torch.testing.assert_close(z["inputs"][m].detach(), rows["inputs"][row])
+        torch.testing.assert_close(z["features"][m].detach(), rows["features"][row])
+    bayes = FMGP(net, "classification", kernel=kernel, num_inducing=6, steps=20).fit((x, y))
+    moved = dict(bayes.head.process.z)
+    assert all((moved[space] != z[space]).any() for space in ("inputs", "features"))
+    assert max(calls) <= 60
+
+
+def test_memorised_data_teach_no_variance_and_unmemorised_ones_do():
+    """Trap 10."""
+    g = torch.Generator().manual_seed(0)
+    labels = torch.randint(3, (400,), generator=g)
+    features = torch.randn(400, 2, generator=g)
+    confident = 12.0 * torch.nn.functional.one_hot(labels, 3).float()
+    wrong = labels.clone()
+    wrong[:100] = (labels[:100] + 1) % 3
+    entropies = []
+    for truth in (labels, wrong):
+        bayes = FMGP(None, "classification", num_inducing=10, steps=300, lr=0.03)
+        pred = bayes.fit(Outputs(confident, truth, features)).predict(Outputs(confident, None, features))
+        entropies.append(float(pred.entropy().mean()))
+    assert entropies[0] < 0.01
+    assert entropies[1] > 0.3
+
+
+def test_an_underconfident_network_is_sharpened_by_the_temperature():
+    """Trap 8: a variance can only flatten; τ < 1 sharpens, and the latent mean stays."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(1000, 4, generator=g)
+    labels = torch.multinomial((3.0 * logits).softmax(-1), 1, generator=g).squeeze(1)
+    bayes = FMGP(None, "classification", num_inducing=10, steps=400, lr=0.02).fit(Outputs(logits, labels))
+    pred = bayes.predict(Outputs(logits))
+    assert float(pred.temperature) < 0.6
+    assert torch.equal(pred.mean, logits)
+    fixed = FMGP(None, Categorical(temperature=1.0), num_inducing=10, steps=400, lr=0.02).fit(Outputs(logits, labels))
+    assert float(fixed.head.likelihood.temperature) == 1.0
+    gap = fixed.predict(Outputs(logits)).log_prob(labels).mean() - pred.log_prob(labels).mean()
+    assert float(gap) < -0.05
