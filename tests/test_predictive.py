@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posthoc import DataError, OptionError
+from posthoc import DataError, OptionError, WrongTaskError
 from posthoc.predictive import ClassificationPredictive, RegressionPredictive
 
 DOUBLE = torch.float64
@@ -140,6 +140,16 @@ def test_what_was_not_computed_is_asked_for():
 def test_impossible_questions_are_refused(ask, error, message):
     with pytest.raises(error, match=message):
         ask(regression())
+
+
+def test_questions_for_the_other_task_say_so():
+    with pytest.raises(WrongTaskError, match="probs is for classification; this is a RegressionPredictive"):
+        _ = regression().probs
+    with pytest.raises(WrongTaskError, match="interval is for regression"):
+        classification().interval(0.9)
+    assert not hasattr(regression(), "probs")
+    with pytest.raises(AttributeError, match="no attribute 'colour'"):
+        _ = regression().colour
 
 
 def test_shapes_follow_the_networks_output():

@@ -11,6 +11,7 @@ from posthoc.errors import (
     PosthocError,
     PosthocWarning,
     TrainingError,
+    WrongTaskError,
 )
 from posthoc.fmgp import FMGP
 from posthoc.kernels import RBF, Constant, Linear, Matern, White
@@ -41,5 +42,6 @@ __all__ = [
     "Predictive",
     "TrainingError",
     "White",
+    "WrongTaskError",
     "__version__",
 ]

@@ -40,13 +40,30 @@ class Backbone:
         self.model = model
         self.module = model if isinstance(model, nn.Module) else None
         self.layer, self.takes_input = self._find(layer)
-        weight = next(self.module.parameters(), None) if self.module is not None else None
-        self.device = weight.device if weight is not None else device
-        self.dtype = weight.dtype if weight is not None and weight.is_floating_point() else None
+        self._device = device
 
     @property
     def has_features(self) -> bool:
+        """Whether there is a layer to take features from."""
         return self.layer is not None
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the network is now; None for a callable that was given no device."""
+        weight = self._weight()
+        return weight.device if weight is not None else self._device
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What the network computes in, if it has weights that say so."""
+        weight = self._weight()
+        return weight.dtype if weight is not None and weight.is_floating_point() else None
+
+    def _weight(self) -> Tensor | None:
+        return next(self.module.parameters(), None) if self.module is not None else None
+
+    def _layers(self) -> list[str]:
+        return [name for name, _ in self.module.named_modules() if name] if self.module is not None else []
 
     def _find(self, layer: str | None) -> tuple[str | None, bool]:
         if self.module is None:
@@ -56,12 +73,13 @@ class Backbone:
                     "Leave layer out, or give precomputed features in posthoc.Outputs."
                 )
             return None, False
-        names = [name for name, _ in self.module.named_modules() if name]
         if layer is None:
             linear = [name for name, part in self.module.named_modules() if name and isinstance(part, nn.Linear)]
             return (linear[-1], True) if linear else (None, False)
-        if layer not in names:
-            raise LayerError(f"Expected the name of a layer, got {layer!r}. The layers are: {', '.join(names)}.")
+        if layer not in self._layers():
+            raise LayerError(
+                f"Expected the name of a layer, got {layer!r}. The layers are: {', '.join(self._layers())}."
+            )
         return layer, False
 
     @contextmanager
@@ -69,8 +87,17 @@ class Backbone:
         """Gives a function that runs the predictor on a batch, in eval mode and without gradients. Afterwards, also
         after an exception, the network is as it was: training flags, buffers, hooks, and what requires a gradient."""
         captured: list[Tensor] = []
-        with eval_mode(self.module), self._listening(captured, features), torch.no_grad():
-            yield lambda batch: self._run(batch, captured, features, inputs)
+        seen = 0
+
+        def run(raw: Any) -> Reading:
+            nonlocal seen
+            with torch.no_grad():
+                reading = self._run(raw, captured, features=features and self.has_features, inputs=inputs, seen=seen)
+            seen += len(reading.outputs)
+            return reading
+
+        with eval_mode(self.module), self._listening(captured, features):
+            yield run
 
     @contextmanager
     def _listening(self, captured: list[Tensor], features: bool) -> Iterator[None]:
@@ -78,46 +105,55 @@ class Backbone:
             yield
             return
         part = self.module.get_submodule(self.layer)
+
+        # Copies, since a later layer may work in place on what this one gave or took.
+        def keep_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            captured[:] = [first_tensor(args or tuple(kwargs.values())).clone()]
+
+        def keep_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            captured[:] = [first_tensor(output).clone()]
+
         if self.takes_input:
-            handle = part.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
+            handle = part.register_forward_pre_hook(keep_input, with_kwargs=True)
         else:
-            handle = part.register_forward_hook(lambda _, args, output: captured.append(first_tensor(output)))
+            handle = part.register_forward_hook(keep_output)
         try:
             yield
         finally:
             handle.remove()
 
-    def _run(self, raw: Any, captured: list[Tensor], features: bool, inputs: bool) -> Reading:
+    def _run(self, raw: Any, captured: list[Tensor], *, features: bool, inputs: bool, seen: int) -> Reading:
         batch = read_batch(raw)
         device = self.device or first_device(batch)
         batch = Batch(move(batch.args, device, self.dtype), move(batch.kwargs, device, self.dtype), batch.target)
         for value in [*batch.args, *batch.kwargs.values()]:
             if isinstance(value, Tensor):
-                require_finite(value, "inputs")
+                require_finite(value, "inputs", first_row=seen)
         captured.clear()
         try:
             answer = self.model(*batch.args, **batch.kwargs)
         except Exception as error:
             error.add_note("posthoc: raised by your model, called on one batch of the data; the model is as it was.")
             raise
-        outputs = read_outputs(answer).detach()
-        rows = len(outputs) if outputs.ndim else 0
-        target = move(batch.target, device) if batch.target is not None else None
+        # Copies again: a predictor may give the same buffer every time.
+        outputs = read_outputs(answer).detach().clone()
+        if outputs.ndim < 1:
+            raise DataError("Expected the model to return one row a point, got a single number.")
+        require_finite(outputs, "outputs", first_row=seen)
         return Reading(
             outputs,
-            target,
-            self._features(captured, rows) if features and self.has_features else None,
-            read_inputs(batch, rows) if inputs else None,
+            move(batch.target, device) if batch.target is not None else None,
+            self._features(captured, len(outputs)) if features else None,
+            read_inputs(batch, len(outputs)).clone() if inputs else None,
         )
 
     def _features(self, captured: list[Tensor], rows: int) -> Tensor:
         if not captured:
             raise LayerError(
                 f"Layer {self.layer!r} was not used when the model ran. Name one that is, with layer=...; "
-                f"the layers are: {', '.join(n for n, _ in self.module.named_modules() if n) if self.module else ''}."
+                f"the layers are: {', '.join(self._layers())}."
             )
-        found = captured[-1]
-        captured.clear()
+        found = captured.pop()
         if found.ndim < 2 or len(found) != rows:
             raise LayerError(
                 f"Expected features of shape ({rows}, ...) from layer {self.layer!r}, got {tuple(found.shape)}: "
@@ -128,11 +164,18 @@ class Backbone:
 
 @contextmanager
 def eval_mode(module: nn.Module | None) -> Iterator[None]:
+    """Eval mode inside; outside, every training flag and buffer as it was."""
     if module is None:
         yield
         return
     flags = [(part, part.training) for part in module.modules()]
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
+    buffers = [
+        (part, name, buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    versions = [buffer._version for _, _, buffer, _ in buffers]
     try:
         module.eval()
         yield
@@ -140,7 +183,8 @@ def eval_mode(module: nn.Module | None) -> Iterator[None]:
         for part, flag in flags:
             part.training = flag
         with torch.no_grad():
-            for buffer, version, value in buffers:
+            for (part, name, buffer, value), version in zip(buffers, versions, strict=True):
+                part._buffers[name] = buffer  # forward may have put another in its place
                 if buffer._version != version:
                     buffer.copy_(value)
 
@@ -156,7 +200,7 @@ def read_outputs(answer: Any) -> Tensor:
     if not isinstance(answer, Tensor):
         raise DataError(
             f"Expected the model to return a tensor (or an object with .logits), got {type(answer).__name__}. "
-            "Wrap it: FMGP(lambda x: model(x)[0], ...)."
+            "Wrap it in an nn.Module whose forward returns the tensor (so that eval mode still reaches your model)."
         )
     if not answer.is_floating_point():
         raise DataError(f"Expected real-valued outputs (logits or regression values), got {answer.dtype}.")

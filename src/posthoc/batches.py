@@ -47,7 +47,8 @@ def iterate(data: Any, batch_size: int) -> Iterator[Any]:
     elif isinstance(data, Iterable):
         yield from data
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        yield from torch.utils.data.DataLoader(data, batch_size=batch_size)
+        # A generator of its own: a DataLoader without one draws a seed from the global generator.
+        yield from torch.utils.data.DataLoader(data, batch_size=batch_size, generator=torch.Generator())
     else:
         raise DataError(
             "Expected a DataLoader, a pair of arrays (x, y), a mapping of arrays or posthoc.Outputs, "

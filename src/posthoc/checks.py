@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from posthoc.errors import DataError
+from posthoc.errors import DataError, OptionError
 
-__all__ = ["class_labels", "regression_targets", "require_finite"]
+__all__ = ["choice", "class_labels", "integer", "regression_targets", "require_finite"]
 
 
 def regression_targets(y: Any, mean: Tensor) -> Tensor:
@@ -33,6 +34,10 @@ def class_labels(y: Any, mean: Tensor) -> Tensor:  # (N,) of int64
     """y as class indices that fit the logits."""
     y = torch.as_tensor(y, device=mean.device)
     n, classes = mean.shape
+    if y.shape == mean.shape:
+        raise DataError(
+            f"Expected one class label a row, shape ({n},), got {tuple(y.shape)}. These look one-hot: use y.argmax(-1)."
+        )
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise DataError(
             f"Expected integer class labels from 0 to {classes - 1}, got {y.dtype}. Convert them with .long(); "
@@ -41,8 +46,7 @@ def class_labels(y: Any, mean: Tensor) -> Tensor:  # (N,) of int64
     if y.shape == (n, 1):
         y = y.squeeze(1)
     if y.shape != (n,):
-        hint = " These look one-hot: use y.argmax(-1)." if y.shape == mean.shape else ""
-        raise DataError(f"Expected one class label a row, shape ({n},), got {tuple(y.shape)}.{hint}")
+        raise DataError(f"Expected one class label a row, shape ({n},), got {tuple(y.shape)}.")
     y = y.long()
     if n and (int(y.min()) < 0 or int(y.max()) >= classes):
         wrong = int(((y < 0) | (y >= classes)).nonzero()[0])
@@ -53,14 +57,31 @@ def class_labels(y: Any, mean: Tensor) -> Tensor:  # (N,) of int64
     return y
 
 
-def require_finite(values: Tensor, name: str) -> None:
-    """Refuses NaN and infinity, saying where."""
+def require_finite(values: Tensor, name: str, *, first_row: int = 0) -> None:
+    """Refuses NaN and infinity, saying where; `first_row` is the number of the first row in the whole data."""
     if not values.is_floating_point():
         return
     finite = values.isfinite()
     if not bool(finite.all()):
         wrong = (~finite).nonzero()[0].tolist()
         raise DataError(
-            f"Expected finite {name}, got {float(values[tuple(wrong)])} in row {wrong[0]} "
+            f"Expected finite {name}, got {float(values[tuple(wrong)])} in row {first_row + wrong[0]} "
             f"({int((~finite).sum())} such values). Remove those rows, or find what made them."
         )
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """An option that is a whole number of at least so much, as an int."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise OptionError(f"Expected {name} to be an integer of at least {least}, got {value!r}.")
+    return number
+
+
+def choice(name: str, value: Any, options: tuple[str, ...]) -> None:
+    """Refuses a value that is none of the options."""
+    if value not in options:
+        raise OptionError(f"Expected {name} to be one of {', '.join(map(repr, options))}, got {value!r}.")

@@ -13,6 +13,7 @@ __all__ = [
     "PosthocError",
     "PosthocWarning",
     "TrainingError",
+    "WrongTaskError",
 ]
 
 
@@ -46,6 +47,10 @@ class TrainingError(PosthocError, ArithmeticError):
 
 class FileError(PosthocError, OSError):
     """A file is not ours, is of another version, or belongs to another network."""
+
+
+class WrongTaskError(PosthocError, AttributeError):
+    """A question for the other task's predictions: probabilities of a regression, intervals of classes."""
 
 
 class MissingExtraError(PosthocError, ImportError):

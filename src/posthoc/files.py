@@ -14,20 +14,30 @@ from torch import Tensor
 
 from posthoc.errors import FileError
 
-__all__ = ["atomic_path", "read_head", "write_head"]
+__all__ = ["atomic_path", "check_shapes", "read_head", "require_writable", "write_head"]
 
 FORMAT = "posthoc-head"
 VERSION = 1
 
 
+def require_writable(path: str | os.PathLike[str]) -> Path:
+    """The path, if a file can be written there: to be asked before the work, not after it."""
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileError(
+            f"Expected a folder to write {target.name} into, found none at {target.parent}: create it first."
+        )
+    if target.is_dir():
+        raise FileError(f"Expected the path of a file to write, found a folder: {target}.")
+    if not os.access(target.parent, os.W_OK):
+        raise FileError(f"Expected a folder that can be written to, found one that cannot: {target.parent}.")
+    return target
+
+
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary path beside `path`, moved onto it at the end; on an error `path` stays as it was."""
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise FileError(f"Expected a folder to write {target.name} into, got {target.parent}: create it first.")
-    if target.is_dir():
-        raise FileError(f"Expected the path of a file to write, got a folder: {target}.")
+    target = require_writable(path)
     suffix = f".tmp{target.suffix}"
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=suffix, dir=target.parent)
     os.close(handle)
@@ -51,7 +61,7 @@ def write_head(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], conf
     # One metadata key: the order of several would not be fixed.
     metadata = {"posthoc": json.dumps(document, sort_keys=True)}
     with atomic_path(path) as temporary:
-        save_file({k: v.detach().cpu().contiguous() for k, v in sorted(tensors.items())}, temporary, metadata)
+        save_file({k: v.detach().cpu().contiguous().clone() for k, v in sorted(tensors.items())}, temporary, metadata)
 
 
 def read_head(path: str | os.PathLike[str], method: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -83,8 +93,11 @@ def read_head(path: str | os.PathLike[str], method: str) -> tuple[dict[str, Tens
             f"Expected format version {VERSION}, found {config.get('version')} in {path}: "
             "load it with the posthoc that wrote it, or fit and save again with this one."
         )
-    if config.get("method") != method:
-        raise FileError(f"Expected a head of method {method!r}, found one of {config.get('method')!r} in {path}.")
+    if missing := {"method", "options", "likelihood", "layer", "width", "network"} - config.keys():
+        names = ", ".join(sorted(missing))
+        raise FileError(f"Expected a config with {names}, found none in {path}: the file was changed; save it again.")
+    if config["method"] != method:
+        raise FileError(f"Expected a head of method {method!r}, found one of {config['method']!r} in {path}.")
     return tensors, config
 
 

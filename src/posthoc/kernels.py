@@ -9,6 +9,7 @@ inducing point, even where their coordinates agree).
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -276,7 +277,7 @@ class GPyTorchKernel(_OnOneSpace):
 
     def __init__(self, kernel: Any, on: Space | None = None) -> None:
         super().__init__(on)
-        self.kernel = kernel.double()
+        self.kernel = copy.deepcopy(kernel).double()
 
     def forward(self, a: Points, b: Points) -> Tensor:
         return self.kernel(self.block(a), self.block(b)).to_dense()
@@ -285,7 +286,7 @@ class GPyTorchKernel(_OnOneSpace):
         return self.kernel(self.block(a), diag=True)
 
     def spec(self) -> dict[str, Any]:
-        return {"type": "gpytorch", "on": self.on, "class": type(self.kernel).__name__}
+        return {"type": "gpytorch", "on": self.on, "classes": [type(part).__name__ for part in self.kernel.modules()]}
 
 
 class OutputCovariance(nn.Module):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from typing import Any, ClassVar, Self
 
 import torch
@@ -81,7 +82,9 @@ class Method(ABC):
         """The predictive distribution of a batch (a tensor, an array or a mapping, run as one), of the batches of a
         loader (streamed), or of `Outputs`. `covariance=True` adds the covariance across outputs."""
         self._require_fitted("predict")
-        parts = [self._predict(part, covariance=covariance) for part in self._stream(data)]
+        # Closed whatever happens: a suspended stream would keep the network in eval mode.
+        with closing(self._stream(data)) as stream:
+            parts = [self._predict(part, covariance=covariance) for part in stream]
         if not parts:
             raise DataError("Expected at least one data point to predict, got none: the loader is empty.")
         return type(parts[0]).cat(parts)
@@ -109,7 +112,8 @@ class Method(ABC):
         device: str | torch.device | None = None,
         **extra: Any,
     ) -> Self:
-        """A saved head, with the network it was fitted on (or without: it then predicts from `Outputs`)."""
+        """A saved head to predict with, and the network it was fitted on (or none: it then predicts from `Outputs`).
+        What only `fit` needs, such as given inducing points, is not in the file."""
         tensors, config = read_head(path, cls.name)
         found = fingerprint(model) if isinstance(model, nn.Module) else None
         if found is not None and config["network"] is not None and found != config["network"]:
@@ -189,17 +193,23 @@ class Method(ABC):
         if found != width:
             raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}.")
 
-    def _stream(self, data: Any) -> Iterator[Outputs]:
+    def _stream(self, data: Any) -> Generator[Outputs]:
         if isinstance(data, Outputs):
             for start in range(0, len(data), CHUNK):
                 yield self._fitting(data[start : start + CHUNK])
             return
+        if isinstance(data, list) and is_arrays(data):
+            raise DataError(
+                "Expected one batch or a loader, got a list of arrays, which could be (x, y) or several batches: give "
+                "a tuple (x, y), the inputs alone, or a DataLoader."
+            )
         features, inputs = self._needs(fitted=True)
         one_batch = isinstance(data, Mapping) or is_array(data) or is_arrays(data)
         with self._require_backbone(data).running(features=features, inputs=inputs) as run:
             for batch in [data] if one_batch else iterate(data, CHUNK):
                 reading = run(batch)
-                yield self._fitting(join([reading._replace(target=None)]))
+                if len(reading.outputs):
+                    yield self._fitting(join([reading._replace(target=None)]))
 
     def _fitting(self, outputs: Outputs) -> Outputs:
         assert self._width is not None

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from posthoc.checks import regression_targets
-from posthoc.predictive import Predictive, RegressionPredictive
+from posthoc.predictive import Predictive
 
 __all__ = ["CQM", "CRPS", "NLL", "Coverage"]
 
@@ -51,7 +51,7 @@ class CRPS(_Mean):
     """Continuous ranked probability score of Gaussian predictions, in closed form: the mean absolute error of a
     distribution, in the user's units."""
 
-    def update(self, pred: RegressionPredictive, y: Any) -> None:
+    def update(self, pred: Predictive, y: Any) -> None:
         """Adds a batch."""
         mean, std = pred.mean.double(), pred.std.double()
         z = (regression_targets(y, pred.mean) - mean) / std
@@ -66,7 +66,7 @@ class Coverage(_Mean):
         super().__init__(**kwargs)
         self.level = level
 
-    def update(self, pred: RegressionPredictive, y: Any) -> None:
+    def update(self, pred: Predictive, y: Any) -> None:
         """Adds a batch."""
         lower, upper = pred.interval(self.level)
         y = regression_targets(y, pred.mean)
@@ -89,7 +89,7 @@ class CQM(Metric):
         super().__init__(**kwargs)
         self.add_state("levels", [], dist_reduce_fx="cat")
 
-    def update(self, pred: RegressionPredictive, y: Any) -> None:
+    def update(self, pred: Predictive, y: Any) -> None:
         """Adds a batch."""
         self.levels.append((2.0 * pred.cdf(y).double() - 1.0).abs().reshape(-1))
 

@@ -38,7 +38,7 @@ class Outputs:
             if tensor.ndim < 1:
                 raise DataError(f"Expected {name} with one row a point, got a single number.")
             if name in ("features", "inputs"):
-                tensor = tensor.reshape(len(tensor), -1)
+                tensor = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
             require_finite(tensor, name)
             object.__setattr__(self, name, tensor)
             if len(tensor) != len(self.outputs):
@@ -57,7 +57,9 @@ class Outputs:
     def space(self, name: str) -> Tensor | None:
         """A block of kernel coordinates by name: "features", "inputs" or "outputs"."""
         block: Tensor | None = getattr(self, name)
-        return block.reshape(len(self), -1) if block is not None else None
+        if block is None or block.ndim == 2:
+            return block
+        return block.flatten(1) if block.ndim > 2 else block[:, None]
 
     def to(self, device: torch.device) -> Outputs:
         """A copy on another device."""
@@ -97,6 +99,8 @@ def stack(parts: Any, name: str) -> Tensor | None:
         return None
     if len(present) != len(parts):
         raise DataError(f"Expected {name} in every batch, got them in {len(present)} of {len(parts)}.")
+    if any(part.ndim < 1 for part in present):
+        raise DataError(f"Expected {name} in batches, got single numbers: put the data into a DataLoader, or stack it.")
     widths = {tuple(part.shape[1:]) for part in present}
     if len(widths) > 1:
         raise DataError(f"Expected {name} of one width, got batches of widths {sorted(widths)}.")

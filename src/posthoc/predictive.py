@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 
 from posthoc.checks import class_labels, regression_targets
-from posthoc.errors import OptionError
+from posthoc.errors import OptionError, WrongTaskError
 from posthoc.latent import correlate
 
 __all__ = ["ClassificationPredictive", "Predictive", "RegressionPredictive", "working_dtype"]
+
+ONLY_FOR = {
+    "regression": ("latent_variance", "noise", "quantile", "interval", "cdf"),
+    "classification": ("probs", "log_probs", "entropy", "mutual_information", "temperature"),
+}
 
 
 def working_dtype(mean: Tensor) -> torch.dtype:
@@ -54,6 +59,12 @@ class Predictive(ABC):
 
     def __len__(self) -> int:
         return len(self.mean)
+
+    def __getattr__(self, name: str) -> Any:
+        for task, names in ONLY_FOR.items():
+            if name in names:
+                raise WrongTaskError(f"{name} is for {task}; this is a {type(self).__name__}.")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
 
     def __getitem__(self, rows: Any) -> Self:
         rows = slice(rows, rows + 1 or None) if isinstance(rows, int) else rows

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posthoc.checks import integer
 from posthoc.errors import OptionError, TrainingError
 
 __all__ = ["History", "Training", "train"]
@@ -31,13 +32,11 @@ class Training:
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 0), ("batch_size", 1), ("eval_every", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise OptionError(f"Expected {name} to be an integer of at least {least}, got {value!r}.")
-        if not (math.isfinite(self.lr) and self.lr > 0):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least))
+        if self.patience is not None:
+            object.__setattr__(self, "patience", integer("patience", self.patience, 1))
+        if not isinstance(self.lr, int | float) or not (math.isfinite(self.lr) and self.lr > 0):
             raise OptionError(f"Expected a positive learning rate, got lr={self.lr!r}.")
-        if self.patience is not None and self.patience < 1:
-            raise OptionError(f"Expected a patience of at least 1 evaluation (or None), got {self.patience!r}.")
 
 
 @dataclass
@@ -66,7 +65,7 @@ def train(
     optimiser = torch.optim.Adam(parameters, lr=options.lr, fused=all(p.is_floating_point() for p in parameters))
     keeper = Keeper(parameters, score, options.patience, history)
     keeper.look(0)
-    with progress_bar(options) as report:
+    with progress_bar(options) as report, torch.enable_grad():
         for step in range(options.steps):
             optimiser.param_groups[0]["lr"] = 0.5 * options.lr * (1.0 + math.cos(math.pi * step / options.steps))
             optimiser.zero_grad(set_to_none=True)
@@ -138,7 +137,7 @@ def progress_bar(options: Training) -> Iterator[Callable[[int, float], None]]:
         TextColumn("loss {task.fields[loss]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=sys.stderr.isatty()) as bar:
         task = bar.add_task("fit", total=options.steps, loss="")
 
         def report(step: int, loss: float) -> None:

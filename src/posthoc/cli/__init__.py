@@ -1,43 +1,5 @@
 """The command line: one file a command."""
 
-from __future__ import annotations
-
-import sys
-
-import typer
-
-from posthoc.cli.demo import demo
-from posthoc.errors import PosthocError
+from posthoc.cli.app import app, main
 
 __all__ = ["app", "main"]
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(demo)
-
-
-def print_version(wanted: bool) -> None:
-    """Prints the version and stops."""
-    if wanted:
-        from posthoc import __version__
-
-        typer.echo(f"posthoc {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def posthoc(
-    version: bool = typer.Option(False, "--version", callback=print_version, is_eager=True, help="Print the version."),
-) -> None:
-    """Honest error bars on any pre-trained neural network."""
-
-
-def main() -> None:
-    """The `posthoc` command: errors we know become one line and exit code 1."""
-    try:
-        app()
-    except PosthocError as error:
-        typer.echo(f"posthoc: {error}", err=True)
-        sys.exit(1)
-    except OSError as error:
-        typer.echo(f"posthoc: {error.strerror or error}: {error.filename or ''}".rstrip(": "), err=True)
-        sys.exit(1)

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from posthoc.predictive import RegressionPredictive
+    from posthoc.predictive import Predictive, RegressionPredictive
 
 __all__ = ["demo"]
 
@@ -20,9 +20,12 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the data, the network and the fit.")] = 0,
 ) -> None:
     """Trains a small network on noisy 1-D data with gaps, puts error bars on it, prints a table and draws a figure."""
+    from posthoc.files import require_writable
     from posthoc.report.figures import require_matplotlib
 
-    require_matplotlib()  # before the work, not after it
+    # Before the work, not after it.
+    require_matplotlib()
+    require_writable(out)
     import torch
 
     from posthoc import FMGP, RBF
@@ -81,7 +84,7 @@ def constant_noise(model: nn.Module, calibration: tuple[Tensor, Tensor], x: Tens
     return RegressionPredictive(mean=mean, latent_variance=torch.zeros_like(mean), noise=noise)
 
 
-def print_table(rows: dict[str, RegressionPredictive], y: Tensor) -> None:
+def print_table(rows: dict[str, Predictive], y: Tensor) -> None:
     """NLL, CRPS and coverage of each prediction on the test data."""
     from rich.console import Console
     from rich.table import Table

@@ -68,7 +68,9 @@ class Head(nn.Module):
         blank = {space: torch.zeros(m, d, dtype=torch.float64) for space, d in spaces.items()}
         kernel.start(blank, options["default_space"])
         # The classes decide the order in which inducing points stand, so they are needed before the rest is loaded.
-        classes = tensors.get("process.z_class", torch.zeros(m)).reshape(-1)[:m].long()
+        classes = tensors.get("process.z_class", torch.zeros(m)).long()
+        if classes.shape != (m,):  # refused below; until then, any classes of the right number will do
+            classes = torch.zeros(m, dtype=torch.long)
         coupling = None if options["shared"] else OutputCovariance(num_outputs, options["rank"])
         process = Process(kernel, Inducing(blank, classes), num_outputs, coupling, start=0.0)
         likelihood.start(torch.zeros(1, num_outputs), torch.ones(1, num_outputs))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any, Literal, Self, TypeVar
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.batches import iterate
-from posthoc.errors import DataError, FileError, OptionError
+from posthoc.checks import choice, integer
+from posthoc.errors import DataError, FileError, LayerError, OptionError
 from posthoc.fmgp.head import Head
 from posthoc.fmgp.objective import Objective, TrainingBatch
 from posthoc.fmgp.points import Coordinates, PointView
@@ -80,27 +82,25 @@ class FMGP(Method):
         **training: Any,
     ) -> None:
         super().__init__(model, likelihood, layer=layer, device=device)
-        if not 0.0 <= alpha <= 1.0:
-            raise OptionError(f"Expected alpha from 0 (the ELBO) to 1, got {alpha}.")
-        if variance not in ("auto", "per_output", "shared"):
-            raise OptionError(f'Expected variance="auto", "per_output" or "shared", got {variance!r}.')
-        if isinstance(inducing, str) and inducing not in ("kmeans", "random", "per_class"):
-            raise OptionError(f'Expected inducing="kmeans", "random", "per_class" or points, got {inducing!r}.')
-        if kl not in ("copies", "once"):
-            raise OptionError(f'Expected kl="copies" or "once", got {kl!r}.')
-        if num_inducing < 1:
-            raise OptionError(f"Expected at least one inducing point, got num_inducing={num_inducing}.")
-        if inducing == "per_class" and self.likelihood.task != "classification":
-            raise OptionError('inducing="per_class" needs classes; use "kmeans" or "random" for regression.')
-        try:
-            self.training = Training(**training)
-        except TypeError as error:
-            known = ", ".join(Training.__dataclass_fields__)
-            raise OptionError(f"Unknown option ({error}). The training options are: {known}.") from error
+        if not isinstance(alpha, int | float) or not 0.0 <= alpha <= 1.0:
+            raise OptionError(f"Expected alpha from 0 (the ELBO) to 1, got {alpha!r}.")
+        choice("variance", variance, ("auto", "per_output", "shared"))
+        choice("kl", kl, ("copies", "once"))
+        if isinstance(inducing, str):
+            choice("inducing", inducing, ("kmeans", "random", "per_class"))
+            if inducing == "per_class" and self.likelihood.task != "classification":
+                raise OptionError('inducing="per_class" needs classes; use "kmeans" or "random" for regression.')
+        if unknown := training.keys() - Training.__dataclass_fields__.keys():
+            known_options = ", ".join(Training.__dataclass_fields__)
+            raise OptionError(
+                f"Unknown option {', '.join(sorted(unknown))}. The training options are: {known_options}."
+            )
+        self.training = Training(**training)
         self.kernel = as_kernel(kernel) if kernel is not None else RBF()
         self.variance, self.inducing, self.inducing_classes = variance, inducing, inducing_classes
-        self.num_inducing, self.alpha, self.standardize = num_inducing, float(alpha), standardize
-        self.output_rank, self.kl, self.cache = output_rank, kl, cache
+        self.num_inducing = integer("num_inducing", num_inducing, 1)
+        self.output_rank = integer("output_rank", output_rank, 1) if output_rank is not None else None
+        self.alpha, self.standardize, self.kl, self.cache = float(alpha), standardize, kl, cache
         self.likelihood.check_alpha(self.alpha)
         self.history = History()
         self.head: Head | None = None
@@ -120,13 +120,15 @@ class FMGP(Method):
         head = Head(process, coordinates, likelihood)
         copies = process.num_outputs if process.outputs is None and self.kl == "copies" else 1
         draws = torch.Generator(device).manual_seed(self.training.seed)
-        history = train(
-            Objective(process, likelihood, self.alpha, num_data, copies, draws),
-            head.parameters(),
-            self._batches(view, likelihood, data, generator),
-            self.training,
-            score=validation_score(head, val) if val is not None else None,
-        )
+        # Closed whatever happens: suspended batches would keep the network in eval mode.
+        with closing(self._batches(view, likelihood, data, generator)) as batches:
+            history = train(
+                Objective(process, likelihood, self.alpha, num_data, copies, draws),
+                head.parameters(),
+                batches,
+                self.training,
+                score=validation_score(head, val) if val is not None else None,
+            )
         head.zero_grad(set_to_none=True)
         self.head, self.history = head, history
 
@@ -166,7 +168,7 @@ class FMGP(Method):
 
     def _batches(
         self, view: PointView, likelihood: Likelihood, data: Any, generator: torch.Generator
-    ) -> Iterator[TrainingBatch]:
+    ) -> Generator[TrainingBatch]:
         if self.cache or isinstance(data, Outputs):
             yield from view.batches(likelihood, self.training.batch_size, generator)
             return
@@ -177,9 +179,7 @@ class FMGP(Method):
             while True:
                 for batch in iterate(data, self.training.batch_size):
                     fresh = self._placed(self._checked(join([run(batch)]), targets=True))
-                    everything = PointView(fresh, view.coordinates)
-                    with torch.enable_grad():
-                        yield everything.batch(likelihood, slice(None))
+                    yield PointView(fresh, view.coordinates).batch(likelihood, slice(None))
 
     def _predict(self, outputs: Outputs, *, covariance: bool) -> Predictive:
         head = known(self.head)
@@ -196,15 +196,20 @@ class FMGP(Method):
         if fitted:
             spaces: set[str | None] = set(known(self.head).coordinates.spaces)
         else:
-            default = "features" if self.backbone is not None and self.backbone.has_features else "inputs"
-            spaces = {space or default for space in self.kernel.spaces() or {None}}
+            layered = self.backbone is not None and self.backbone.has_features
+            spaces = {space or ("features" if layered else "inputs") for space in self.kernel.spaces() or {None}}
+            if "features" in spaces and self.backbone is not None and not layered:
+                raise LayerError(
+                    "Expected a model with a layer to take features from, for this kernel; found none. Name one with "
+                    'layer=..., or use a kernel on="inputs".'
+                )
         return "features" in spaces, "inputs" in spaces
 
     def _tensors(self) -> dict[str, Tensor]:
         return known(self.head).state_dict()
 
     def _options(self) -> dict[str, Any]:
-        options = {"alpha": self.alpha, "kl": self.kl, "standardize": self.standardize}
+        options: dict[str, Any] = {"alpha": self.alpha, "kl": self.kl, "standardize": self.standardize}
         training = {k: v for k, v in asdict(self.training).items() if k != "progress"}
         return {**options, "training": training, "head": known(self.head).options()}
 
@@ -246,6 +251,11 @@ class FMGP(Method):
         fresh = copy.deepcopy(method.kernel), copy.deepcopy(method.likelihood)
         place = method.device or (method.backbone.device if method.backbone else None) or torch.device("cpu")
         head = Head.rebuild(path, tensors, shape, *fresh)
+        if head.process.kernel.spec() != shape["kernel"]:
+            raise FileError(
+                f"Expected the kernel this head was fitted with, {shape['kernel']}, "
+                f"found {head.process.kernel.spec()}: give one of the same form."
+            )
         method.head = head.to(torch.device("cpu") if place.type == "mps" else place)
         return method
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posthoc.errors import MissingExtraError
 from posthoc.files import atomic_path
-from posthoc.predictive import RegressionPredictive
+from posthoc.predictive import Predictive
 
 __all__ = ["error_bar_figure", "require_matplotlib"]
 
@@ -32,7 +32,7 @@ def require_matplotlib() -> Any:
 def error_bar_figure(
     path: str | os.PathLike[str],
     x: Tensor,  # (N, 1), increasing
-    panels: Sequence[tuple[str, RegressionPredictive]],
+    panels: Sequence[tuple[str, Predictive]],
     data: tuple[Tensor, Tensor],
 ) -> None:
     """One panel a prediction: the mean in black, one and two standard deviations shaded, the data as dots."""

@@ -1,0 +1,590 @@
+"""The user's network is only read: it comes back as it was, and its own answers are the means."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from posthoc import FMGP, RBF, DataError, LayerError, Linear, Outputs, White
+from posthoc.backbone import Backbone
+from posthoc.outputs import collect
+from tests.cases import (
+    HIDDEN,
+    QUICK,
+    WIDTH,
+    AnyWidth,
+    N,
+    Noisy,
+    answers,
+    in_eval,
+    inputs,
+    kept_error,
+    labels,
+    mlp,
+    numbers,
+    recorded,
+    same,
+    values,
+)
+
+
+def portrait(model: nn.Module) -> dict[str, Any]:
+    """All that must not change, by value."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        "values": {name: tensor.detach().clone() for name, tensor in tensors.items()},
+        "identity": {name: id(tensor) for name, tensor in model.named_parameters()},
+        "grads": {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
+        "requires_grad": {name: p.requires_grad for name, p in model.named_parameters()},
+        "training": {name: part.training for name, part in model.named_modules()},
+        "hooks": {
+            name: [list(part._forward_hooks.values()), list(part._forward_pre_hooks.values())]
+            for name, part in model.named_modules()
+        },
+    }
+
+
+def assert_unchanged(model: nn.Module, before: dict[str, Any]) -> None:
+    after = portrait(model)
+    for key in ("identity", "requires_grad", "training", "hooks"):
+        assert after[key] == before[key], key
+    assert same(after["values"], before["values"])
+    for name, grad in before["grads"].items():
+        assert (grad is None and after["grads"][name] is None) or torch.equal(grad, after["grads"][name])
+
+
+class Fussy(Noisy):
+    """`Noisy`, raising on the batch whose number is `fails_at`."""
+
+    def __init__(self, fails_at: int | None = None, error: type[BaseException] = RuntimeError) -> None:
+        super().__init__()
+        self.fails_at, self.error, self.calls = fails_at, error, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls - 1 == self.fails_at:
+            raise self.error("the network fell over")
+        return super().forward(x)
+
+
+def lived_in(model: nn.Module) -> nn.Module:
+    """A network in use: mixed training flags, a frozen layer, a gradient, hooks of the user's own."""
+    model.train()
+    body = model.get_submodule("body")
+    body.get_submodule("1").eval()
+    body.get_submodule("0").requires_grad_(False)
+    weight = model.get_parameter("last.weight")
+    weight.grad = torch.full_like(weight, 0.25)
+    model.get_submodule("last").register_forward_pre_hook(lambda part, args: None)
+    model.get_submodule("last").register_forward_hook(lambda part, args, out: None)
+    model.register_forward_hook(lambda part, args, out: None)
+    return model
+
+
+def loader(x: Tensor, y: Tensor, size: int = 10) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+# The network comes back as it was.
+
+
+@pytest.mark.parametrize("layer", [None, "body.0"])
+@pytest.mark.parametrize("cache", [True, False])
+def test_network_is_as_it_was_after_fit_and_predict(cache: bool, layer: str | None) -> None:
+    model = lived_in(Noisy())
+    before = portrait(model)
+    method = FMGP(model, "regression", cache=cache, layer=layer, **QUICK).fit(loader(inputs(), values()))
+    assert_unchanged(model, before)
+    method.predict(inputs(7))
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(("cache", "fails_at"), [(True, 2), (False, 2), (False, 4)])  # 3 batches a pass
+def test_network_is_as_it_was_after_an_exception_in_fit(cache: bool, fails_at: int, error: type[BaseException]) -> None:
+    model = lived_in(Fussy(fails_at, error))
+    before = portrait(model)
+    method = FMGP(model, "regression", cache=cache, **QUICK)
+    with kept_error(lambda: method.fit(loader(inputs(), values()))) as kept:
+        assert type(kept) is error
+        assert_unchanged(model, before)
+        assert torch.is_grad_enabled()
+    assert not method.fitted
+
+
+def test_network_is_as_it_was_after_an_exception_in_predict() -> None:
+    model = Fussy()
+    method = FMGP(model, "regression", **QUICK).fit((inputs(), values()))
+    model.calls, model.fails_at = 0, 1
+    lived_in(model)
+    before = portrait(model)
+    with kept_error(lambda: method.predict(iter(inputs().split(10)))) as kept:
+        assert type(kept) is RuntimeError
+        assert_unchanged(model, before)
+        assert "your model" in kept.__notes__[0]
+
+
+def test_network_is_as_it_was_after_the_loader_raises() -> None:
+    model = lived_in(Noisy())
+    before = portrait(model)
+
+    def broken() -> Any:
+        yield inputs(), values()
+        raise OSError("the disk is gone")
+
+    with kept_error(lambda: FMGP(model, "regression", **QUICK).fit(broken())) as kept:
+        assert type(kept) is OSError
+        assert_unchanged(model, before)
+
+
+def test_network_is_as_it_was_when_predict_refuses_a_batch_and_the_error_is_kept() -> None:
+    # The model runs on it; it is the head that refuses the width.
+    model = AnyWidth().train()
+    method = FMGP(model, "regression", kernel=RBF(on="inputs"), **QUICK).fit((inputs(), values()))
+    before = portrait(model)
+    with kept_error(lambda: method.predict(torch.ones(4, WIDTH + 1))) as kept:
+        assert isinstance(kept, DataError)
+        assert_unchanged(model, before)
+
+
+def test_gradients_stay_enabled_after_predict_refuses_a_batch() -> None:
+    method = FMGP(AnyWidth(), "regression", kernel=RBF(on="inputs"), **QUICK).fit((inputs(), values()))
+    with contextlib.suppress(DataError):
+        method.predict(torch.ones(4, WIDTH + 1))
+    enabled = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert enabled
+
+
+def test_network_is_as_it_was_when_training_fails_without_a_cache_and_the_error_is_kept() -> None:
+    model = lived_in(Noisy())
+    before = portrait(model)
+    frozen = RBF(amplitude=1e-3).requires_grad_(False)
+    method = FMGP(model, "regression", kernel=frozen, cache=False, lr=1e6, steps=20, num_inducing=4)
+    with kept_error(lambda: method.fit((inputs(), values()))) as kept:
+        assert "loss" in str(kept)
+        assert_unchanged(model, before)
+
+
+def test_buffers_that_the_network_changes_in_eval_mode_are_put_back() -> None:
+    class Counting(nn.Module):
+        in_place: Tensor
+        replaced: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(WIDTH, 1)
+            self.register_buffer("in_place", torch.zeros(()))
+            self.register_buffer("replaced", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.in_place += 1.0
+            self.replaced = self.replaced + 1.0
+            out: Tensor = self.last(x)
+            return out
+
+    model = Counting()
+    FMGP(model, "regression", **QUICK).fit((inputs(), values())).predict(inputs(2))
+    assert float(model.in_place) == 0.0
+    assert float(model.replaced) == 0.0
+
+
+@pytest.mark.parametrize("form", ["arrays", "dataset", "outputs", "without a cache"])
+def test_global_random_state_is_untouched(form: str) -> None:
+    model = mlp(3)
+    x, y = inputs(), labels()
+    data: Any = {"dataset": TensorDataset(x, y), "outputs": recorded(model, x, y)}.get(form, (x, y))
+    python, state = random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index]
+    before = torch.get_rng_state()
+    method = FMGP(model, "classification", cache=form != "without a cache", **QUICK).fit(data)
+    method.predict(data).variance  # noqa: B018
+    assert torch.equal(torch.get_rng_state(), before)
+    assert random.getstate() == python
+    assert np.array_equal(np.random.get_state()[1], state)  # type: ignore[index]
+
+
+# Its own answers are the means.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "flat"), [(1, True), (1, False), (3, False)])
+@pytest.mark.filterwarnings("ignore::posthoc.PosthocWarning")  # of half precision; test_bad_input.py has it
+def test_mean_is_the_networks_eval_output_to_the_bit(outputs: int, flat: bool, dtype: torch.dtype) -> None:
+    model = Noisy(outputs, flat=flat).to(dtype).train()
+    x, y = inputs(dtype=dtype), values(N, outputs)
+    pred = FMGP(model, "regression", **QUICK).fit((x, y)).predict(x)
+    expected = in_eval(model, x)
+    assert expected.shape == ((N,) if flat else (N, outputs))
+    assert pred.mean.dtype == dtype
+    assert torch.equal(pred.mean, expected)
+    assert pred.variance.shape == expected.shape
+    assert pred.variance.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert not pred.mean.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_mean_of_a_classifier_is_its_logits_to_the_bit(dtype: torch.dtype) -> None:
+    model = Noisy(3).to(dtype).train()
+    x = inputs(dtype=dtype)
+    pred = FMGP(model, "classification", **QUICK).fit((x, labels())).predict(x)
+    assert torch.equal(pred.mean, in_eval(model, x))
+
+
+# It is run as often as it should be.
+
+
+def counted(model: nn.Module) -> list[int]:
+    rows: list[int] = []
+    model.register_forward_hook(lambda part, args, out: rows.append(len(out)))
+    return rows
+
+
+def test_network_runs_once_a_training_point_with_a_cache() -> None:
+    model = mlp()
+    rows = counted(model)
+    FMGP(model, "regression", steps=20, num_inducing=4, batch_size=5).fit((inputs(), values()))
+    assert sum(rows) == N
+
+
+def test_network_runs_once_a_validation_point_with_a_cache() -> None:
+    model = mlp()
+    rows = counted(model)
+    FMGP(model, "regression", eval_every=1, **QUICK).fit((inputs(), values()), val=(inputs(8), values(8)))
+    assert sum(rows) == N + 8
+
+
+def test_network_runs_at_every_step_without_a_cache() -> None:
+    model = mlp()
+    rows = counted(model)
+    FMGP(model, "regression", cache=False, steps=7, num_inducing=4).fit(loader(inputs(), values(), 10))
+    assert sum(rows) == N + 7 * 10
+
+
+def test_network_runs_once_a_row_when_predicting() -> None:
+    model = mlp()
+    method = FMGP(model, "regression", **QUICK).fit((inputs(), values()))
+    rows = counted(model)
+    method.predict(inputs(11))
+    method.predict(iter(inputs(12).split(5)))
+    assert rows == [11, 5, 5, 2]
+
+
+def test_without_a_cache_fresh_draws_of_the_data_are_seen() -> None:
+    class Augmented:
+        def __init__(self) -> None:
+            self.passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            yield inputs(seed=self.passes), values()
+
+    data = Augmented()
+    once = FMGP(mlp(), "regression", **QUICK).fit(Augmented())
+    often = FMGP(mlp(), "regression", cache=False, **QUICK).fit(data)
+    assert data.passes >= 1 + QUICK["steps"]
+    assert not same(numbers(once), numbers(often))
+
+
+def test_without_a_cache_an_iterator_is_refused() -> None:
+    with pytest.raises(DataError, match=r"again and again.*DataLoader"):
+        FMGP(mlp(), "regression", cache=False, **QUICK).fit(iter(loader(inputs(), values())))
+
+
+# Features.
+
+
+def features_of(model: nn.Module, x: Tensor, layer: str | None = None) -> Tensor:
+    found = collect(Backbone(model, layer, None), [x], features=True, inputs=False).features
+    assert found is not None
+    return found
+
+
+def test_features_are_the_input_of_the_last_linear_by_default() -> None:
+    model = Noisy()
+    assert torch.equal(features_of(model, inputs()), in_eval(model.body, inputs()))
+
+
+@pytest.mark.parametrize("layer", ["body.0", "body.2", "last"])
+def test_features_are_the_output_of_the_named_layer(layer: str) -> None:
+    model = Noisy()
+    expected = {
+        "body.0": lambda: in_eval(model.body[0], inputs()),
+        "body.2": lambda: in_eval(model.body[:3], inputs()),
+        "last": lambda: in_eval(model, inputs()),
+    }[layer]()
+    assert torch.equal(features_of(model, inputs(), layer), expected)
+
+
+def test_named_layer_decides_the_width_of_the_head() -> None:
+    method = FMGP(mlp(2), "regression", layer="2", **QUICK).fit((inputs(), values(N, 2)))
+    assert method.head is not None
+    assert method.head.coordinates.spaces == ["features"]
+    assert method.head.coordinates.width("features") == 2
+
+
+def test_features_are_not_what_a_later_layer_makes_of_them_in_place() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(inplace=True), nn.Linear(HIDDEN, 1))
+    assert torch.equal(features_of(model, inputs(), "0"), in_eval(model[0], inputs()))
+
+
+def test_features_of_a_last_layer_called_by_keyword() -> None:
+    class ByKeyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(input=2.0 * x)
+            return out
+
+    assert torch.equal(features_of(ByKeyword(), inputs()), 2.0 * inputs())
+
+
+def test_layer_that_returns_a_tuple_gives_its_first_tensor() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = nn.GRU(WIDTH, 4, batch_first=True)
+            self.last = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            states, _ = self.gru(x[:, None])
+            out: Tensor = self.last(states[:, -1])
+            return out
+
+    assert features_of(Recurrent(), inputs(), "gru").shape == (N, 4)
+
+
+def test_network_without_a_linear_falls_back_to_its_inputs() -> None:
+    model = nn.Sequential(nn.Conv1d(1, 1, WIDTH), nn.Flatten())
+    method = FMGP(model, "regression", **QUICK).fit((inputs()[:, None], values()))
+    assert method.head is not None
+    assert method.head.coordinates.spaces == ["inputs"]
+
+
+# Kinds of predictors and of data.
+
+
+def test_callable_is_a_predictor() -> None:
+    model = mlp()
+    pred = FMGP(lambda x: model(x), "regression", **QUICK).fit((inputs(), values())).predict(inputs(5))
+    assert torch.equal(pred.mean, in_eval(model, inputs(5)))
+
+
+def test_callable_may_return_numpy() -> None:
+    weight = values(WIDTH, 1).numpy()
+    x, y = inputs().numpy(), values().numpy()
+    pred = FMGP(lambda x: np.asarray(x) @ weight, "regression", **QUICK).fit((x, y)).predict(x)
+    assert np.array_equal(pred.mean.numpy(), x @ weight)
+
+
+def test_callable_may_return_the_same_buffer_every_time() -> None:
+    buffer = torch.zeros(10, 1)
+    x = inputs()
+
+    def reusing(batch: Tensor) -> Tensor:
+        return buffer.copy_(batch.sum(1, keepdim=True))
+
+    fitted_on = collect(Backbone(reusing, None, None), iter(x.split(10)), features=False, inputs=False)
+    assert torch.equal(fitted_on.outputs, x.sum(1, keepdim=True))
+
+
+class Encoder(nn.Module):
+    """In the manner of Hugging Face's sequence classifiers."""
+
+    def __init__(self, answer: Any = SimpleNamespace) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.embedding, self.classifier = nn.Embedding(10, HIDDEN), nn.Linear(HIDDEN, 3)
+        self.answer = answer
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        mask = attention_mask[..., None].float()
+        pooled = (self.embedding(input_ids) * mask).sum(1) / mask.sum(1)
+        return self.answer(logits=self.classifier(pooled))
+
+
+def tokens(n: int = N) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    mask = torch.ones(n, 5, dtype=torch.long)
+    mask[::2, 3:] = 0
+    ids = torch.randint(10, (n, 5), generator=generator)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels(n)}
+
+
+@pytest.mark.parametrize("answer", [SimpleNamespace, dict, namedtuple("Output", ["logits"])])
+@pytest.mark.parametrize("form", ["mapping", "loader of mappings", "(mapping, y)", "numpy"])
+def test_mappings_in_the_manner_of_hugging_face(form: str, answer: Any) -> None:
+    model, batch = Encoder(answer), tokens()
+    rows = [{k: v[i] for k, v in batch.items()} for i in range(N)]
+    unlabelled = {k: v for k, v in batch.items() if k != "labels"}
+    data: Any = {
+        "mapping": batch,
+        "loader of mappings": DataLoader(rows, batch_size=8),  # type: ignore[arg-type]
+        "(mapping, y)": [(unlabelled, batch["labels"])],
+        "numpy": {k: v.numpy() for k, v in batch.items()},
+    }[form]
+    method = FMGP(model, "classification", **QUICK).fit(data)
+    expected = answer(logits=in_eval(Encoder(lambda logits: logits), **unlabelled))
+    logits = expected["logits"] if answer is dict else expected.logits
+    torch.testing.assert_close(method.predict(data).mean, logits)
+    assert torch.equal(method.predict(unlabelled).mean, logits)
+    assert method.head is not None
+    assert method.head.coordinates.width("features") == HIDDEN
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH + 2, 1)
+
+    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.cat([x1, x2], 1))
+        return out
+
+
+@pytest.mark.parametrize("form", ["arrays", "loader"])
+def test_batches_of_two_inputs_and_a_target(form: str) -> None:
+    model = TwoInputs()
+    arrays = (inputs(), values(N, 2), values())
+    data: Any = arrays if form == "arrays" else DataLoader(TensorDataset(*arrays), batch_size=7)
+    method = FMGP(model, "regression", **QUICK).fit(data)
+    torch.testing.assert_close(method.predict(data).mean, in_eval(model, *arrays[:2]))
+
+
+def test_kernel_on_the_inputs_wants_one_tensor_of_them() -> None:
+    with pytest.raises(DataError, match=r'got 2 tensors of shapes .*on="features"'):
+        FMGP(TwoInputs(), "regression", kernel=RBF(on="inputs"), **QUICK).fit((inputs(), values(N, 2), values()))
+
+
+def test_every_way_to_hand_over_data_gives_the_same_fit() -> None:
+    x, y = inputs(), values()
+    forms: dict[str, Any] = {
+        "loader": DataLoader(TensorDataset(x, y), batch_size=N),
+        "dataset": TensorDataset(x, y),
+        "list of batches": [(x, y)],
+        "iterator": iter([[x, y]]),
+        "numpy": (x.numpy(), y.numpy()),
+        "float64 numpy into a float32 network": (x.double().numpy(), y.numpy()),
+        "flat targets": (x, y.squeeze(1)),
+        "mapping": {"input": x, "y": y},
+        "outputs": recorded(mlp(), x, y),
+    }
+    expected = numbers(FMGP(mlp(), "regression", **QUICK).fit((x, y)))
+    for name, data in forms.items():
+        assert same(numbers(FMGP(mlp(), "regression", **QUICK).fit(data)), expected), name
+
+
+def test_loader_in_small_batches_gives_the_same_fit_up_to_rounding() -> None:
+    x, y = inputs(), values()
+    whole = numbers(FMGP(mlp(), "regression", **QUICK).fit((x, y)))
+    parts = numbers(FMGP(mlp(), "regression", **QUICK).fit(DataLoader(TensorDataset(x, y), batch_size=7)))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+def test_predictions_of_batch_loader_dataset_and_outputs_agree(task: str) -> None:
+    model = mlp(3)
+    x, y = inputs(), values(N, 3) if task == "regression" else labels()
+    method = FMGP(model, task, **QUICK).fit((x, y))
+    expected = answers(method.predict(x))
+    forms: dict[str, Any] = {
+        "pair": (x, y),
+        "numpy": x.double().numpy(),
+        "loader": DataLoader(TensorDataset(x, y), batch_size=7),
+        "loader of inputs alone": DataLoader(TensorDataset(x), batch_size=7),
+        "dataset": TensorDataset(x, y),
+        "generator": (part for part in x.split(4)),
+        "outputs": recorded(model, x),
+    }
+    for name, data in forms.items():
+        found = answers(method.predict(data))
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert torch.allclose(found[key], tensor, rtol=1e-5, atol=1e-6), (name, key)
+
+
+def test_outputs_of_many_rows_are_predicted_in_order() -> None:
+    model, x = mlp(), inputs(2500)
+    method = FMGP(model, "regression", **QUICK).fit((inputs(), values()))
+    whole, few = method.predict(recorded(model, x)), method.predict(recorded(model, x[2000:2010]))
+    assert torch.equal(whole.mean, recorded(model, x).outputs)
+    torch.testing.assert_close(whole[2000:2010].variance, few.variance)
+
+
+def test_outputs_may_be_arrays_or_lists() -> None:
+    x, y = inputs(), values()
+    as_tensors = recorded(mlp(), x, y)
+    assert as_tensors.targets is not None
+    assert as_tensors.features is not None
+    as_arrays = Outputs(as_tensors.outputs.numpy(), y.numpy(), as_tensors.features.numpy())  # type: ignore[arg-type]
+    fits = [FMGP(None, "regression", **QUICK).fit(data) for data in (as_tensors, as_arrays)]
+    assert same(numbers(fits[0]), numbers(fits[1]))
+    assert Outputs([[0.5], [1.5]], [1, 2]).outputs.shape == (2, 1)  # type: ignore[arg-type]
+
+
+# Kernels on two spaces.
+
+
+def two_spaces() -> Any:
+    return RBF(on="inputs") * (Linear(on="features") + White())
+
+
+def test_kernel_on_two_spaces_reads_both_of_them() -> None:
+    model, x = mlp(3), inputs()
+    method = FMGP(model, "classification", kernel=two_spaces(), **QUICK).fit((x, labels()))
+    at = recorded(model, x)
+    torch.testing.assert_close(method.predict(at).variance, method.predict(x).variance)
+    assert at.features is not None
+    for moved in (
+        Outputs(at.outputs, None, 2.0 * at.features, at.inputs),
+        Outputs(at.outputs, None, at.features, x + 0.5),
+    ):
+        assert not torch.allclose(method.predict(moved).variance, method.predict(at).variance)
+
+
+@pytest.mark.parametrize("inducing", ["kmeans", "random", "per_class"])
+def test_blocks_of_an_inducing_point_start_from_one_data_point(inducing: str) -> None:
+    model, x = mlp(3), inputs()
+    method = FMGP(model, "classification", kernel=two_spaces(), inducing=inducing, steps=0, num_inducing=5)
+    head = method.fit((x, labels())).head
+    assert head is not None
+    points = head.coordinates.points(recorded(model, x))
+    assert sorted(head.process.z) == ["features", "inputs"]
+    for at_inputs, at_features in zip(head.process.z["inputs"], head.process.z["features"], strict=True):
+        row = int((points["inputs"] - at_inputs).square().sum(-1).argmin())
+        torch.testing.assert_close(points["inputs"][row], at_inputs.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(points["features"][row], at_features.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_kernel_on_the_outputs_needs_neither_features_nor_inputs() -> None:
+    model = mlp(3)
+    method = FMGP(model, "classification", kernel=RBF(on="outputs"), **QUICK).fit((inputs(), labels()))
+    bare = Outputs(recorded(model, inputs()).outputs)
+    torch.testing.assert_close(method.predict(bare).variance, method.predict(inputs()).variance)
+
+
+def test_layer_error_is_raised_where_a_layer_does_not_keep_rows() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pool, self.last = nn.Flatten(0), nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.pool(x)
+            out: Tensor = self.last(x)
+            return out
+
+    with pytest.raises(LayerError, match=rf"\({N}, \.\.\.\) from layer 'pool'.*layer="):
+        FMGP(Pooled(), "regression", layer="pool", **QUICK).fit((inputs(), values()))

@@ -1,0 +1,633 @@
+"""What cannot be served is refused, with what was expected, what was found and what to do."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from posthoc import (
+    FMGP,
+    RBF,
+    Categorical,
+    DataError,
+    Gaussian,
+    LayerError,
+    NotFittedError,
+    OptionError,
+    Outputs,
+    PosthocError,
+    PosthocWarning,
+)
+from tests.cases import (
+    HIDDEN,
+    QUICK,
+    WIDTH,
+    AnyWidth,
+    N,
+    answers,
+    in_eval,
+    inputs,
+    labels,
+    mlp,
+    numbers,
+    recorded,
+    same,
+    values,
+)
+
+BAD = [math.nan, math.inf, -math.inf]
+
+
+def spoiled(x: Tensor, value: float, row: int = 4) -> Tensor:
+    x = x.clone()
+    x[row] = value
+    return x
+
+
+def regression(**options: Any) -> FMGP:
+    return FMGP(mlp(), "regression", **{**QUICK, **options})
+
+
+def classification(**options: Any) -> FMGP:
+    return FMGP(mlp(3), "classification", **{**QUICK, **options})
+
+
+def fitted(**options: Any) -> FMGP:
+    return regression(**options).fit((inputs(), values()))
+
+
+# Values that are not numbers.
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_inputs_that_are_not_finite_are_refused(value: float) -> None:
+    expected = rf"finite inputs, got {value} in row 4 \({WIDTH} such values\)\. Remove those rows"
+    with pytest.raises(DataError, match=expected):
+        regression().fit((spoiled(inputs(), value), values()))
+    with pytest.raises(DataError, match=expected):
+        fitted().predict(spoiled(inputs(), value))
+    with pytest.raises(DataError, match=expected):
+        fitted().predict(DataLoader(TensorDataset(spoiled(inputs(), value)), batch_size=10))
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_targets_that_are_not_finite_are_refused(value: float) -> None:
+    with pytest.raises(DataError, match=rf"finite targets, got {value} in row 4.*Remove those rows"):
+        regression().fit((inputs(), spoiled(values(), value)))
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_outputs_that_are_not_finite_are_refused(value: float) -> None:
+    def broken(x: Tensor) -> Tensor:
+        return spoiled(x[:, :1], value)
+
+    with pytest.raises(DataError, match=rf"finite outputs, got {value} in row 4"):
+        FMGP(broken, "regression", **QUICK).fit((inputs(), values()))
+    healthy = FMGP(lambda x: x[:, :1], "regression", **QUICK).fit((inputs(), values()))
+    assert healthy.backbone is not None
+    healthy.backbone.model = broken
+    with pytest.raises(DataError, match=rf"finite outputs, got {value} in row 4"):
+        healthy.predict(inputs())
+
+
+def test_features_that_are_not_finite_are_refused_though_the_outputs_are() -> None:
+    class Overflowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.last = nn.Identity(), nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.body(x / 0.0)
+            out: Tensor = self.last(x)
+            return out
+
+    with pytest.raises(DataError, match=r"finite features, got .*inf in row 0"):
+        FMGP(Overflowing(), "regression", layer="body", **QUICK).fit((inputs(), values()))
+
+
+@pytest.mark.parametrize("part", ["outputs", "targets", "features", "inputs"])
+def test_outputs_object_refuses_what_is_not_finite(part: str) -> None:
+    columns = {name: values() for name in ("outputs", "targets", "features", "inputs")}
+    with pytest.raises(DataError, match=f"finite {part}, got nan in row 4"):
+        Outputs(**{**columns, part: spoiled(columns[part], math.nan)})
+
+
+def test_bad_row_of_the_inputs_is_counted_from_the_start_of_the_data() -> None:
+    x = spoiled(inputs(300), math.nan, row=280)
+    with pytest.raises(DataError, match="in row 280"):
+        regression().fit((x, values(300)))
+
+
+# Class labels.
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (3, r"labels from 0 to 2 \(the network has 3 outputs\), got 3 in row 4"),
+        (-1, r"labels from 0 to 2 .* got -1 in row 4"),
+        (-100, r"got -100 in row 4"),
+    ],
+)
+def test_class_labels_out_of_range_are_refused(bad: int, message: str) -> None:
+    y = labels()
+    y[4] = bad
+    with pytest.raises(DataError, match=message):
+        classification().fit((inputs(), y))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool])
+def test_class_labels_that_are_not_integers_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(DataError, match=rf'integer class labels.*got {dtype}.*\.long\(\).*likelihood="regression"'):
+        classification().fit((inputs(), labels(classes=2).to(dtype)))
+
+
+def test_one_hot_labels_are_refused() -> None:
+    with pytest.raises(DataError, match=rf"shape \({N},\), got \({N}, 3\)\. These look one-hot: use y\.argmax\(-1\)"):
+        classification().fit((inputs(), nn.functional.one_hot(labels(), 3)))
+
+
+def test_one_hot_labels_of_real_numbers_are_called_that() -> None:
+    with pytest.raises(DataError, match=r"one-hot: use y\.argmax\(-1\)"):
+        classification().fit((inputs(), nn.functional.one_hot(labels(), 3).float()))
+
+
+@pytest.mark.parametrize("y", [labels(N, 3).reshape(1, N), labels(2 * N).reshape(N, 2), labels(N - 1), labels(N + 1)])
+def test_class_labels_of_another_shape_are_refused(y: Tensor) -> None:
+    with pytest.raises(DataError, match=r"Expected (one class label a row|as many rows|arrays with as many rows)"):
+        classification().fit(Outputs(mlp(3)(inputs()), y))
+    with pytest.raises(DataError, match=r"Expected (one class label a row|as many rows|arrays with as many rows)"):
+        classification().fit((inputs(), y))
+
+
+@pytest.mark.parametrize("form", ["int32", "uint8", "column", "numpy", "list"])
+def test_usual_forms_of_class_labels_are_taken(form: str) -> None:
+    y = labels()
+    forms: dict[str, Any] = {
+        "int32": y.int(),
+        "uint8": y.to(torch.uint8),
+        "column": y[:, None],
+        "numpy": y.numpy().astype(np.uint16),
+        "list": y.tolist(),
+    }
+    found = classification().fit([(inputs(), forms[form])])
+    assert same(numbers(found), numbers(classification().fit((inputs(), y))))
+
+
+def test_labels_that_are_words_are_refused() -> None:
+    with pytest.raises(DataError, match="Expected numbers, got an array of"):
+        classification().fit([(inputs(2), ["cat", "dog"])])
+
+
+@pytest.mark.parametrize("outputs", [torch.zeros(N, 1), torch.zeros(N), torch.zeros(N, 3, 2)])
+def test_logits_that_are_not_one_row_of_classes_are_refused(outputs: Tensor) -> None:
+    shape = re.escape(str(tuple(outputs.shape)))
+    with pytest.raises(DataError, match=rf"logits of shape \(N, classes\) with at least 2 .*got {shape}.*\[0, z\]"):
+        FMGP(None, "classification", **QUICK).fit(Outputs(outputs, labels()))
+
+
+# Regression targets.
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets"),
+    [((N,), (N, N)), ((N, 1), (N, N)), ((N, 1), (N, 2)), ((N, 2), (N,)), ((N, 2), (N, 1)), ((N, 3), (N, 1, 3))],
+)
+def test_regression_targets_are_never_broadcast(outputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    found, wanted = re.escape(str(targets)), re.escape(str(outputs))
+    with pytest.raises(DataError, match=rf"output shape {wanted}, got {found}: reshape the targets"):
+        FMGP(None, "regression", **QUICK).fit(Outputs(torch.zeros(outputs), torch.ones(targets)))
+
+
+def test_regression_targets_as_one_row_are_refused() -> None:
+    with pytest.raises(DataError, match=rf"as many rows of targets as of outputs, {N}, got 1"):
+        FMGP(None, "regression", **QUICK).fit(Outputs(torch.zeros(N), torch.ones(1, N)))
+
+
+@pytest.mark.parametrize(("outputs", "targets"), [((N,), (N, 1)), ((N, 1), (N,))])
+def test_a_column_and_a_flat_target_are_the_same_numbers(outputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    mean, y, features = values(seed=8), values(), inputs()
+    expected = FMGP(None, "regression", **QUICK).fit(Outputs(mean, y, features))
+    found = FMGP(None, "regression", **QUICK).fit(Outputs(mean.reshape(outputs), y.reshape(targets), features))
+    assert same(numbers(found), numbers(expected))
+    assert found.predict(Outputs(mean.reshape(outputs), None, features)).variance.shape == outputs
+
+
+def test_log_prob_is_as_strict_about_observations_as_fit() -> None:
+    pred = fitted().predict(inputs())
+    assert pred.log_prob(values().squeeze(1)).shape == (N,)
+    with pytest.raises(DataError, match="not broadcast"):
+        pred.log_prob(torch.zeros(N, N))
+    with pytest.raises(DataError, match="not broadcast"):
+        pred.log_prob(torch.zeros(1))
+    with pytest.raises(DataError, match="finite targets, got nan in row 4"):
+        pred.log_prob(spoiled(values(), math.nan))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64])
+def test_regression_targets_that_are_not_real_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(DataError, match=f"real numbers as regression targets, got {dtype}"):
+        regression().fit((inputs(), torch.ones(N, 1, dtype=dtype)))
+
+
+def test_outputs_of_too_many_dimensions_are_refused() -> None:
+    with pytest.raises(DataError, match=r"\(N,\) or \(N, outputs\), got \(30, 2, 2\): wrap the model"):
+        FMGP(None, "regression", **QUICK).fit(Outputs(torch.zeros(N, 2, 2), torch.zeros(N, 2, 2)))
+
+
+# Nothing, or of another width.
+
+
+@pytest.mark.parametrize("empty", [[], (inputs(0), values(0)), iter(()), Outputs(values(0), values(0))])
+def test_fitting_on_nothing_is_refused(empty: Any) -> None:
+    with pytest.raises(DataError, match="at least one data point, got none"):
+        regression().fit(empty)
+
+
+@pytest.mark.parametrize("empty", [[], inputs(0), iter(()), Outputs(values(0))])
+def test_predicting_nothing_is_refused(empty: Any) -> None:
+    with pytest.raises(DataError, match=r"at least one data point.*got none"):
+        fitted().predict(empty)
+
+
+def test_outputs_of_no_rows_may_be_selected_and_predicting_them_is_refused() -> None:
+    at = recorded(mlp(), inputs())
+    nothing = at[torch.zeros(N, dtype=torch.bool)]
+    assert len(nothing) == 0
+    assert nothing.features is not None
+    assert nothing.features.shape == (0, HIDDEN)
+    with pytest.raises(DataError, match=r"at least one data point.*got none"):
+        fitted().predict(nothing)
+
+
+def test_an_empty_batch_among_others_is_passed_over() -> None:
+    batches = [(inputs(0), values(0)), (inputs(), values())]
+    method = regression().fit(batches)
+    assert same(numbers(method), numbers(fitted()))
+    assert len(method.predict(batches)) == N
+
+
+def test_batches_of_several_widths_are_refused() -> None:
+    model = FMGP(AnyWidth(), "regression", kernel=RBF(on="inputs"), **QUICK)
+    with pytest.raises(DataError, match=r"inputs of one width, got batches of widths \[\(3,\), \(4,\)\]"):
+        model.fit([(torch.ones(5, 3), torch.ones(5, 1)), (torch.ones(5, 4), torch.ones(5, 1))])
+
+
+def test_outputs_of_several_widths_are_refused() -> None:
+    with pytest.raises(DataError, match=r"outputs of one width, got batches of widths \[\(3,\), \(4,\)\]"):
+        FMGP(lambda x: x, "regression", **QUICK).fit([(torch.ones(5, 3),) * 2, (torch.ones(5, 4),) * 2])
+
+
+def test_validation_of_another_width_is_refused() -> None:
+    with pytest.raises(DataError, match=r"shape \('N', 3\) as in fit, got \('N', 4\)"):
+        FMGP(lambda x: x, "regression", **QUICK).fit((inputs(), inputs()), val=(torch.ones(5, 4),) * 2)
+
+
+def test_batch_that_the_network_cannot_take_raises_its_own_error_with_a_note() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        fitted().predict(torch.ones(4, WIDTH + 1))
+    assert "your model" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("form", ["batch", "loader"])
+def test_predicting_outputs_of_another_width_is_refused(form: str) -> None:
+    method = FMGP(lambda x: x, "regression", **QUICK).fit((inputs(), inputs()))
+    good, bad = inputs(4), torch.ones(4, 4)
+    with pytest.raises(DataError, match=r"shape \('N', 3\) as in fit, got \('N', 4\)"):
+        method.predict(bad if form == "batch" else iter([good, bad]))
+
+
+def test_predicting_features_of_another_width_is_refused() -> None:
+    outputs = Outputs(values(), values(), inputs())
+    method = FMGP(None, "regression", **QUICK).fit(outputs)
+    with pytest.raises(DataError, match="features of width 3 as in fit, got 2"):
+        method.predict(Outputs(values(), None, inputs()[:, :2]))
+    with pytest.raises(DataError, match="Expected features, which the kernel looks at, got outputs without them"):
+        method.predict(Outputs(values()))
+
+
+def test_arrays_of_different_lengths_are_refused() -> None:
+    with pytest.raises(DataError, match=r"as many rows each, got \[29, 30\]"):
+        regression().fit((inputs(), values(N - 1)))
+    with pytest.raises(DataError, match="as many rows of features as of outputs, 30, got 29"):
+        Outputs(values(), None, inputs(N - 1))
+
+
+def test_samples_that_were_never_batched_are_refused() -> None:
+    samples = list(zip(inputs(), labels(), strict=True))
+    with pytest.raises(PosthocError):
+        FMGP(lambda x: x, "classification", kernel=RBF(on="outputs"), **QUICK).fit(samples)
+
+
+# Half precision.
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("task", ["regression", "classification"])
+def test_half_precision_is_served_with_a_warning(task: str, dtype: torch.dtype) -> None:
+    model = mlp(3, dtype=dtype)
+    x, y = inputs(dtype=dtype), values(N, 3) if task == "regression" else labels()
+    method = FMGP(model, task, **QUICK)
+    with pytest.warns(PosthocWarning, match=rf"{dtype}: means stay as they are.*float64.*float32") as caught:
+        method.fit((x, y))
+    assert caught[0].filename == __file__
+    pred = method.predict(x)
+    assert pred.mean.dtype == dtype
+    assert torch.equal(pred.mean, in_eval(model, x))
+    assert pred.variance.dtype == torch.float32
+    assert bool(pred.variance.isfinite().all())
+    assert bool((pred.variance > 0).all())
+    assert bool(pred.log_prob(y).isfinite().all())
+    # The answer is that of the same outputs in full precision.
+    at = recorded(model, x, y)
+    assert at.features is not None
+    full = Outputs(at.outputs.double(), y, at.features.double())
+    expected = FMGP(None, task, **QUICK).fit(full).predict(full)
+    torch.testing.assert_close(pred.variance.double(), expected.variance, rtol=1e-5, atol=1e-7)
+
+
+def test_real_arrays_are_cast_for_a_half_precision_network() -> None:
+    method = FMGP(mlp(dtype=torch.bfloat16), "regression", **QUICK)
+    with pytest.warns(PosthocWarning, match="bfloat16"):
+        method.fit((inputs().double().numpy(), values().numpy()))
+    assert method.predict(inputs().numpy()).mean.dtype == torch.bfloat16
+
+
+# Layers.
+
+
+def test_layer_that_does_not_exist_is_refused_with_the_names_of_those_that_do() -> None:
+    with pytest.raises(LayerError, match=r"got 'penultimate'\. The layers are: 0, 1, 2\."):
+        FMGP(mlp(), "regression", layer="penultimate")
+
+
+def test_layer_of_a_callable_is_refused() -> None:
+    with pytest.raises(LayerError, match=r"nn\.Module to take layer 'head' from, got function\. Leave layer out"):
+        FMGP(lambda x: x, "regression", layer="head")
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.auxiliary = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+@pytest.mark.parametrize("layer", [None, "auxiliary"])
+def test_layer_that_is_never_used_is_refused(layer: str | None) -> None:
+    with pytest.raises(LayerError, match=r"'auxiliary' was not used.*layer=\.\.\.; the layers are: used, auxiliary"):
+        FMGP(Unused(), "regression", layer=layer, **QUICK).fit((inputs(), values()))
+
+
+@pytest.mark.parametrize("model", [lambda x: x[:, 0, :1], nn.Sequential(nn.Conv1d(1, 1, WIDTH), nn.Flatten())])
+def test_kernel_on_features_is_refused_where_there_are_none(model: Any) -> None:
+    with pytest.raises(LayerError, match=r'layer to take features from.*found none.*layer=.*kernel on="inputs"'):
+        FMGP(model, "regression", kernel=RBF(on="features"), **QUICK).fit((inputs()[:, None], values()))
+
+
+@pytest.mark.parametrize("space", ["features", "inputs"])
+def test_kernel_on_what_the_outputs_lack_is_refused(space: Any) -> None:
+    with pytest.raises(DataError, match=rf'Expected {space} .*got only outputs.*on="outputs"'):
+        FMGP(None, "regression", kernel=RBF(on=space), **QUICK).fit(Outputs(values(), values()))
+
+
+# Options.
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan, math.inf])
+def test_alpha_outside_its_range_is_refused(alpha: float) -> None:
+    with pytest.raises(OptionError, match=rf"alpha from 0 \(the ELBO\) to 1, got {alpha}"):
+        regression(alpha=alpha)
+
+
+@pytest.mark.parametrize("form", ["pairwise", "logit_scaling"])
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_alpha_other_than_one_is_refused_where_the_training_form_ignores_it(alpha: float, form: Any) -> None:
+    with pytest.raises(OptionError, match=rf'{form}.*got alpha = {alpha}.*Categorical\(training="monte_carlo"\)'):
+        FMGP(mlp(3), Categorical(training=form), alpha=alpha)
+    FMGP(mlp(3), Categorical(training="monte_carlo"), alpha=alpha)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stepz": 3}, "stepz.*training options are: steps, batch_size, lr"),
+        ({"steps": -1}, "steps to be an integer of at least 0, got -1"),
+        ({"steps": 1.5}, "steps to be an integer of at least 0, got 1.5"),
+        ({"batch_size": 0}, "batch_size to be an integer of at least 1, got 0"),
+        ({"eval_every": 0}, "eval_every to be an integer of at least 1, got 0"),
+        ({"seed": -1}, "seed to be an integer of at least 0, got -1"),
+        ({"lr": 0.0}, "positive learning rate, got lr=0.0"),
+        ({"lr": math.nan}, "positive learning rate, got lr=nan"),
+        ({"patience": 0}, "patience to be an integer of at least 1, got 0"),
+        ({"variance": "diagonal"}, "'auto', 'per_output', 'shared', got 'diagonal'"),
+        ({"inducing": "grid"}, "'kmeans', 'random', 'per_class', got 'grid'"),
+        ({"inducing": "per_class"}, "needs classes"),
+        ({"kl": "twice"}, "'copies', 'once', got 'twice'"),
+        ({"num_inducing": 0}, "num_inducing to be an integer of at least 1, got 0"),
+        ({"num_inducing": 2.5}, "num_inducing to be an integer of at least 1, got 2.5"),
+        ({"output_rank": 0}, "output_rank"),
+        ({"output_rank": -1}, "output_rank"),
+        ({"kernel": "rbf"}, "posthoc or GPyTorch kernel, got str"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        FMGP(mlp(), "regression", **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FMGP(mlp(), "poisson"), '"regression" or "classification" .*got \'poisson\''),
+        (lambda: Gaussian(noise="free"), '"shared" or "per_output", got \'free\''),  # type: ignore[arg-type]
+        (lambda: Categorical(training="exact"), "monte_carlo\", got 'exact'"),  # type: ignore[arg-type]
+        (lambda: Categorical(prediction="exact"), "monte_carlo\", got 'exact'"),  # type: ignore[arg-type]
+        (lambda: Categorical(temperature=0.0), "positive temperature.*got 0.0"),
+        (lambda: Categorical(samples=0), "at least one sample, got samples=0"),
+        (lambda: RBF(on="pixels"), "inputs, features, outputs .*got 'pixels'"),  # type: ignore[arg-type]
+        (lambda: RBF(lengthscale=-1.0), "length-scales above zero, got -1.0"),
+        (lambda: RBF(amplitude=math.nan), "amplitude above zero, got nan"),
+    ],
+)
+def test_options_of_the_parts_that_make_no_sense_are_refused_at_once(make: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        make()
+
+
+def test_length_scales_that_do_not_fit_the_width_are_refused() -> None:
+    with pytest.raises(OptionError, match=f"one for each of the {HIDDEN} features, got 2"):
+        fitted(kernel=RBF(lengthscale=torch.ones(2)))
+
+
+def test_num_data_below_one_is_refused() -> None:
+    with pytest.raises(DataError, match="num_data to be the number of data points, at least 1, got 0"):
+        regression().fit((inputs(), values()), num_data=0)
+
+
+# Inducing points.
+
+
+@pytest.mark.parametrize("inducing", ["kmeans", "random", "per_class"])
+def test_more_inducing_points_than_data_are_cut_with_a_warning(inducing: str) -> None:
+    method = classification(inducing=inducing, num_inducing=9)
+    with pytest.warns(PosthocWarning, match="9 inducing points but there are only 5 data points: using 5"):
+        method.fit((inputs(5), labels(5)))
+    assert method.head is not None
+    assert method.head.process.l_raw.shape == (5, 5)
+    assert bool(method.predict(inputs()).variance.isfinite().all())
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+def test_one_data_point_is_enough(task: str) -> None:
+    model, x = mlp(3), inputs(1)
+    y = values(1, 3) if task == "regression" else labels(1)
+    method = FMGP(model, task, **{**QUICK, "num_inducing": 1}).fit((x, y))
+    pred = method.predict(inputs())
+    assert bool(pred.variance.isfinite().all())
+    assert bool((pred.variance > 0).all())
+    assert torch.equal(method.predict(x).mean, in_eval(model, x))
+
+
+@pytest.mark.parametrize("form", ["tensor", "numpy", "mapping"])
+def test_inducing_points_of_ones_own_are_taken(form: str) -> None:
+    z = values(4, HIDDEN)
+    given: Any = {"tensor": z, "numpy": z.numpy(), "mapping": {"features": z}}[form]
+    method = regression(inducing=given, standardize=False, steps=0).fit((inputs(), values()))
+    assert method.head is not None
+    assert torch.equal(method.head.process.z["features"].detach(), z.double())
+
+
+@pytest.mark.parametrize(
+    ("z", "error", "message"),
+    [
+        (torch.zeros(4, 2), DataError, rf"shape \(M, {HIDDEN}\) for features, got \(4, 2\)"),
+        (torch.zeros(0, HIDDEN), DataError, rf"shape \(M, {HIDDEN}\) for features, got \(0, {HIDDEN}\)"),
+        (torch.full((4, HIDDEN), math.nan), DataError, "finite inducing points"),
+        ({"inputs": torch.zeros(4, WIDTH)}, OptionError, "points for features, got them for inputs"),
+    ],
+)
+def test_inducing_points_that_do_not_fit_are_refused(z: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fitted(inducing=z)
+
+
+def test_inducing_classes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"4 inducing_classes from 0 to 2, got \[0, 1, 2, 3\]"):
+        classification(inducing_classes=[0, 1, 2, 3]).fit((inputs(), labels()))
+
+
+# What is missing.
+
+
+@pytest.mark.parametrize("data", [inputs(), [inputs()], [(inputs(),)], {"input": inputs()}, Outputs(values())])
+def test_fitting_without_targets_is_refused(data: Any) -> None:
+    with pytest.raises(DataError, match=r"Expected targets to fit on: batches \(x, y\), mappings with labels, Outputs"):
+        regression().fit(data)
+
+
+def test_targets_in_some_batches_only_are_refused() -> None:
+    with pytest.raises(DataError, match="targets in every batch, got them in 1 of 2"):
+        regression().fit([(inputs(), values()), (inputs(),)])
+
+
+def test_without_a_model_only_outputs_are_taken() -> None:
+    method = FMGP(None, "regression", **QUICK)
+    with pytest.raises(
+        DataError, match=r"Expected posthoc\.Outputs.*no model to run, got tuple.*FMGP\(model, \.\.\.\)"
+    ):
+        method.fit((inputs(), values()))
+    method.fit(recorded(mlp(), inputs(), values()))
+    with pytest.raises(DataError, match=r"Expected posthoc\.Outputs.*no model to run, got Tensor"):
+        method.predict(inputs())
+
+
+@pytest.mark.parametrize("data", [3, None, object()])
+def test_data_of_an_unknown_kind_are_refused(data: Any) -> None:
+    with pytest.raises(DataError, match=rf"DataLoader, a pair of arrays .*got {type(data).__name__}"):
+        regression().fit(data)
+
+
+def test_model_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(DataError, match=r"model that can be called \(or None\), got dict"):
+        FMGP({"weights": 1}, "regression")  # type: ignore[arg-type]
+
+
+def test_predicting_and_saving_need_a_fit(tmp_path: Path) -> None:
+    with pytest.raises(NotFittedError, match=r"Call fit\(\.\.\.\) before predict\(\), or load"):
+        regression().predict(inputs())
+    with pytest.raises(NotFittedError, match=r"Call fit\(\.\.\.\) before save\(\), or load"):
+        regression().save(tmp_path / "head.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("answer", [lambda x: (x, x), lambda x: [x], lambda x: {"scores": x}, lambda x: None])
+def test_model_that_returns_no_tensor_is_refused(answer: Any) -> None:
+    kind = type(answer(inputs())).__name__
+    with pytest.raises(DataError, match=rf"return a tensor \(or an object with \.logits\), got {kind}\. Wrap it"):
+        FMGP(answer, "regression", **QUICK).fit((inputs(), values()))
+
+
+def test_model_that_returns_classes_is_refused() -> None:
+    with pytest.raises(DataError, match=r"real-valued outputs \(logits or regression values\), got torch\.int64"):
+        FMGP(lambda x: x.argmax(-1), "classification", **QUICK).fit((inputs(), labels()))
+
+
+# A failure changes nothing.
+
+
+def nan_targets() -> Any:
+    return inputs(), spoiled(values(), math.nan)
+
+
+def nan_inputs() -> Any:
+    return spoiled(inputs(), math.nan), values()
+
+
+def wrong_shape() -> Any:
+    return inputs(), values(N, 2)
+
+
+@pytest.mark.parametrize("data", [nan_targets, nan_inputs, wrong_shape, list])
+def test_failed_fit_leaves_an_earlier_one_as_it_was(data: Any) -> None:
+    method = fitted()
+    before, history = answers(method.predict(inputs())), copy.deepcopy(method.history)
+    with pytest.raises(DataError):
+        method.fit(data())
+    assert method.fitted
+    assert same(answers(method.predict(inputs())), before)
+    assert method.history == history
+
+
+def test_fit_that_fails_in_training_leaves_an_earlier_one_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = fitted()
+    before = answers(method.predict(inputs()))
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("posthoc.fmgp.model.train", fail)
+    with pytest.raises(KeyboardInterrupt):
+        method.fit((inputs(seed=9), values(seed=10)))
+    assert same(answers(method.predict(inputs())), before)
+
+
+def test_first_fit_that_fails_leaves_the_method_unfitted() -> None:
+    method = regression()
+    with pytest.raises(DataError):
+        method.fit(nan_targets())
+    assert not method.fitted
+    with pytest.raises(NotFittedError):
+        method.predict(inputs())

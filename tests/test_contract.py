@@ -1,0 +1,125 @@
+"""What every method promises, run over all of them: a new method joins by one line in METHODS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from posthoc import FMGP, Outputs
+from posthoc.method import Method
+
+METHODS: dict[str, tuple[type[Method], dict[str, Any]]] = {
+    "fmgp": (FMGP, {"num_inducing": 8, "steps": 30, "batch_size": 32}),
+}
+TASKS = {"regression": 1, "regression-2": 2, "classification": 3}
+
+
+class Case(NamedTuple):
+    task: str
+    model: nn.Module
+    x: torch.Tensor
+    y: torch.Tensor
+    make: Callable[..., Method]
+
+
+ALL = [(method, name) for method in METHODS for name in TASKS]
+REGRESSION = [(method, name) for method, name in ALL if name != "classification"]
+
+
+@pytest.fixture(params=ALL, ids="-".join)
+def case(request: pytest.FixtureRequest) -> Case:
+    return make_case(*request.param)
+
+
+def make_case(method: str, name: str) -> Case:
+    task, width = name.partition("-")[0], TASKS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, width))
+        x = torch.randn(90, 4)
+        y = torch.randint(width, (90,)) if task == "classification" else torch.randn(90, width)
+    kind, options = METHODS[method]
+    return Case(task, model, x, y, lambda model=model, **more: kind(model, task, **{**options, **more}))
+
+
+def test_the_mean_is_the_networks_own_output_and_the_network_stays(case):
+    before = {k: v.clone() for k, v in case.model.state_dict().items()}
+    pred = case.make().fit((case.x, case.y)).predict(case.x)
+    assert case.model.training
+    assert all(torch.equal(v, before[k]) for k, v in case.model.state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(pred.mean, case.model.eval()(case.x))
+
+
+def test_shapes_and_ranges(case):
+    pred = case.make().fit((case.x, case.y)).predict(case.x, covariance=True)
+    n, c = pred.mean.shape
+    assert pred.variance.shape == (n, c)
+    assert (pred.variance >= 0).all()
+    torch.testing.assert_close(pred.std.square(), pred.variance)
+    torch.testing.assert_close(pred.covariance.diagonal(dim1=1, dim2=2), pred.variance, rtol=1e-4, atol=1e-6)
+    assert pred.log_prob(case.y).shape == (n,)
+    assert pred.sample(5).shape == (5, n, c)
+    if case.task == "classification":
+        torch.testing.assert_close(pred.probs.sum(-1), torch.ones(n))
+        assert (pred.entropy() >= 0).all()
+        assert (pred.mutual_information() >= 0).all()
+        assert torch.equal(pred.probs.argmax(-1), pred.mean.argmax(-1))
+    else:
+        torch.testing.assert_close(pred.latent_variance + pred.noise, pred.variance)
+        lower, upper = pred.interval(0.9)
+        assert (lower < upper).all()
+
+
+def test_same_seed_same_numbers(case):
+    a, b = (case.make(seed=3).fit((case.x, case.y)).predict(case.x) for _ in range(2))
+    assert torch.equal(a.variance, b.variance)
+    assert torch.equal(a.log_prob(case.y), b.log_prob(case.y))
+
+
+def test_batches_loaders_and_outputs_agree(case):
+    method = case.make().fit(DataLoader(TensorDataset(case.x, case.y), batch_size=30))
+    whole = method.predict(case.x)
+    streamed = method.predict(DataLoader(TensorDataset(case.x, case.y), batch_size=30))
+    torch.testing.assert_close(streamed.mean, whole.mean)
+    torch.testing.assert_close(streamed.variance, whole.variance)
+    with torch.no_grad():
+        features = case.model[:-1].eval()(case.x)
+        outputs = Outputs(case.model(case.x), case.y, features, case.x)
+    torch.testing.assert_close(method.predict(outputs).variance, whole.variance)
+
+
+def test_saved_and_loaded_heads_predict_the_same(case, tmp_path):
+    method = case.make().fit((case.x, case.y))
+    method.save(tmp_path / "head.safetensors")
+    again = type(method).load(tmp_path / "head.safetensors", model=case.model)
+    a, b = method.predict(case.x), again.predict(case.x)
+    assert torch.equal(a.variance, b.variance)
+    assert torch.equal(a.log_prob(case.y), b.log_prob(case.y))
+
+
+@pytest.mark.parametrize(("method", "name"), REGRESSION)
+def test_units_do_not_matter_to_regression(method, name):
+    """y and the predictor in other units give the same predictive in those units."""
+    case = make_case(method, name)
+    case.model.eval()
+    plain, scaled = (
+        case.make(lambda x, unit=unit: unit * case.model(x) - 7.0).fit((case.x, unit * case.y - 7.0)).predict(case.x)
+        for unit in (1.0, 1000.0)
+    )
+    torch.testing.assert_close(scaled.std, 1000.0 * plain.std, rtol=1e-3, atol=0)
+
+
+def test_on_a_gpu_where_there_is_one(case):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    model, x, y = case.model.cuda(), case.x.cuda(), case.y.cuda()
+    pred = case.make(model).fit((x, y)).predict(x)
+    assert pred.variance.is_cuda
+    with torch.no_grad():
+        assert torch.equal(pred.mean, model.eval()(x))

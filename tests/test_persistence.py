@@ -1,0 +1,459 @@
+"""A saved head is the fitted head: to the bit, in one file that is whole, ours, and runs no code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import stat
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from posthoc import (
+    FMGP,
+    RBF,
+    Categorical,
+    Constant,
+    DataError,
+    FileError,
+    Gaussian,
+    Linear,
+    Matern,
+    OptionError,
+    PosthocError,
+    White,
+)
+from tests.cases import QUICK, N, answers, inputs, labels, mlp, numbers, recorded, same, values
+
+CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {  # outputs, likelihood, options
+    "regression": (1, "regression", {}),
+    "regression, 3 outputs": (3, "regression", {}),
+    "regression, noise per output": (3, Gaussian(noise="per_output"), {}),
+    "regression, shared variance": (3, "regression", {"variance": "shared", "kl": "once"}),
+    "regression, alpha 0": (1, "regression", {"alpha": 0.0, "standardize": False}),
+    "regression, a layer": (1, "regression", {"layer": "0"}),
+    "regression, own points": (1, "regression", {"inducing": values(4, 6)}),
+    "classification": (3, "classification", {}),
+    "classification, shared": (3, "classification", {"variance": "shared"}),
+    "classification, many": (40, "classification", {}),
+    "classification, low rank": (5, "classification", {"variance": "per_output", "output_rank": 2}),
+    "classification, per class": (3, "classification", {"inducing": "per_class"}),
+    "classification, fewer points than classes": (7, "classification", {}),
+    "classification, temperature": (3, Categorical(temperature=2.0), {}),
+    "classification, logit scaling": (3, Categorical(training="logit_scaling", prediction="logit_scaling"), {}),
+    "classification, Monte Carlo": (3, Categorical(training="monte_carlo", prediction="monte_carlo", samples=7), {}),
+    "Matern": (1, "regression", {"kernel": Matern(nu=1.5)}),
+    "Linear + Constant": (1, "regression", {"kernel": Linear() + Constant(0.5)}),
+    "two spaces": (3, "classification", {"kernel": RBF(on="inputs") * (Linear(on="features") + White())}),
+    "on outputs": (3, "classification", {"kernel": RBF(on="outputs", lengthscale=2.0) + Matern(0.5, on="outputs")}),
+}
+
+
+def case(name: str) -> tuple[nn.Module, FMGP]:
+    outputs, likelihood, options = CASES[name]
+    model = mlp(outputs)
+    method = FMGP(model, likelihood, **{**QUICK, **options})
+    y = values(N, outputs) if method.likelihood.task == "regression" else labels(N, outputs)
+    return model, method.fit((inputs(), y))
+
+
+def saved(folder: Path, name: str = "regression") -> Path:
+    path = folder / "head.safetensors"
+    case(name)[1].save(path)
+    return path
+
+
+def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return tensors, json.loads(file.metadata()["posthoc"])
+
+
+def rewrite(path: Path, tensors: dict[str, Tensor], config: Any) -> None:
+    save_file(tensors, path, {"posthoc": json.dumps(config)})
+
+
+# The round trip.
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loaded_head_predicts_the_same_to_the_bit(name: str, tmp_path: Path) -> None:
+    model, method = case(name)
+    path = tmp_path / "head.safetensors"
+    method.save(path)
+    loaded = FMGP.load(path, model=model)
+    x = inputs(11, seed=7)
+    assert same(numbers(loaded), numbers(method))
+    assert same(answers(loaded.predict(x)), answers(method.predict(x)))
+    assert same(answers(loaded.predict(x, covariance=True)), answers(method.predict(x, covariance=True)))
+    assert vars(loaded.predict(x)).keys() == vars(method.predict(x)).keys()
+    loaded.save(tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["regression", "classification", "two spaces"])
+def test_equal_fits_are_equal_bytes_wherever_they_are_saved(name: str, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    first, second = tmp_path / "a.safetensors", tmp_path / "elsewhere" / "another_name.bin"
+    case(name)[1].save(first)
+    case(name)[1].save(second)
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_equal_fits_of_two_processes_are_equal_bytes(tmp_path: Path) -> None:
+    code = "import sys; from tests.test_persistence import case; case('two spaces')[1].save(sys.argv[1])"
+    root = Path(__file__).parent.parent
+    for seed in ("1", "2"):  # the order of sets differs
+        command = [sys.executable, "-c", code, str(tmp_path / seed)]
+        subprocess.run(command, check=True, cwd=root, env={**os.environ, "PYTHONHASHSEED": seed})
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+
+
+def test_file_holds_neither_paths_nor_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path)
+    monkeypatch.setattr("time.time", lambda: 4.0e9)
+    monkeypatch.chdir(tmp_path)
+    case("regression")[1].save("later.safetensors")
+    data = path.read_bytes()
+    assert (tmp_path / "later.safetensors").read_bytes() == data
+    for private in (str(tmp_path), str(Path.home()), str(Path(__file__).parent), os.uname().nodename):
+        assert private.encode() not in data
+    assert sorted(contents(path)[1]) == [
+        "format",
+        "layer",
+        "likelihood",
+        "method",
+        "network",
+        "options",
+        "version",
+        "width",
+    ]
+
+
+def test_file_does_not_hold_the_network(tmp_path: Path) -> None:
+    model, method = case("regression")
+    method.save(tmp_path / "head.safetensors")
+    kept = {tuple(tensor.shape) for tensor in contents(tmp_path / "head.safetensors")[0].values()}
+    assert tuple(model.get_parameter("0.weight").shape) not in kept
+
+
+def test_kernel_used_twice_can_be_saved(tmp_path: Path) -> None:
+    kernel, model, path = RBF(), mlp(), tmp_path / "head.safetensors"
+    method = FMGP(model, "regression", kernel=kernel * kernel, **QUICK).fit((inputs(), values()))
+    method.save(path)
+    assert same(answers(FMGP.load(path, model=model).predict(inputs())), answers(method.predict(inputs())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore::posthoc.PosthocWarning")
+def test_heads_of_networks_of_other_precision_load_too(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, path = mlp(dtype=dtype), tmp_path / "head.safetensors"
+    x = inputs(dtype=dtype)
+    method = FMGP(model, "regression", **QUICK).fit((x, values()))
+    method.save(path)
+    assert same(answers(FMGP.load(path, model=model).predict(x)), answers(method.predict(x)))
+
+
+def test_flat_outputs_stay_flat(tmp_path: Path) -> None:
+    def flat(x: Tensor) -> Tensor:
+        return x.sum(1)
+
+    path = tmp_path / "head.safetensors"
+    FMGP(flat, "regression", **QUICK).fit((inputs(), values())).save(path)
+    loaded = FMGP.load(path, model=flat)
+    assert loaded.predict(inputs()).variance.shape == (N,)
+    with pytest.raises(DataError, match=r"shape \('N',\) as in fit, got \('N', 1\)"):
+        FMGP.load(path, model=lambda x: x[:, :1]).predict(inputs())
+
+
+def test_head_without_its_network_predicts_from_outputs(tmp_path: Path) -> None:
+    model, method = case("classification")
+    method.save(tmp_path / "head.safetensors")
+    loaded = FMGP.load(tmp_path / "head.safetensors")
+    at = recorded(model, inputs())
+    assert same(answers(loaded.predict(at)), answers(method.predict(at)))
+    with pytest.raises(DataError, match=r"Expected posthoc\.Outputs"):
+        loaded.predict(inputs())
+
+
+def test_head_fitted_on_outputs_takes_a_network_when_loaded(tmp_path: Path) -> None:
+    model, path = mlp(), tmp_path / "head.safetensors"
+    method = FMGP(None, "regression", **QUICK).fit(recorded(model, inputs(), values()))
+    method.save(path)
+    loaded = FMGP.load(path, model=model)
+    torch.testing.assert_close(loaded.predict(inputs()).variance, method.predict(recorded(model, inputs())).variance)
+
+
+def test_loaded_head_keeps_its_options(tmp_path: Path) -> None:
+    path = tmp_path / "head.safetensors"
+    method = FMGP(mlp(), "regression", alpha=0.5, kl="once", seed=3, lr=0.02, **QUICK).fit((inputs(), values()))
+    method.save(path)
+    loaded = FMGP.load(path, model=mlp())
+    assert (loaded.alpha, loaded.kl, loaded.training) == (0.5, "once", method.training)
+
+
+def test_loading_does_not_change_the_network(tmp_path: Path) -> None:
+    path, model = saved(tmp_path), mlp().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    FMGP.load(path, model=model)
+    assert model.training
+    assert same(dict(model.state_dict()), before)
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+# GPyTorch.
+
+
+def gpytorch_head(folder: Path) -> tuple[FMGP, Path, Any]:
+    gpytorch = pytest.importorskip("gpytorch")
+    path = folder / "head.safetensors"
+    method = FMGP(mlp(), "regression", kernel=gpytorch.kernels.RBFKernel(), **QUICK).fit((inputs(), values()))
+    method.save(path)
+    return method, path, gpytorch.kernels
+
+
+def test_gpytorch_kernel_is_given_again(tmp_path: Path) -> None:
+    method, path, kernels = gpytorch_head(tmp_path)
+    loaded = FMGP.load(path, model=mlp(), kernel=kernels.RBFKernel())
+    assert same(answers(loaded.predict(inputs())), answers(method.predict(inputs())))
+
+
+def test_gpytorch_kernel_that_is_not_given_is_asked_for(tmp_path: Path) -> None:
+    _, path, _ = gpytorch_head(tmp_path)
+    with pytest.raises(FileError, match=r"GPyTorch kernel .*RBFKernel.*load\(path, kernel=\.\.\.\)"):
+        FMGP.load(path, model=mlp())
+
+
+def test_gpytorch_kernel_of_another_class_is_refused(tmp_path: Path) -> None:
+    _, path, kernels = gpytorch_head(tmp_path)
+    with pytest.raises(FileError, match=r"RBFKernel.*MaternKernel"):
+        FMGP.load(path, model=mlp(), kernel=kernels.MaternKernel())
+
+
+def test_kernel_that_is_not_the_saved_one_is_refused(tmp_path: Path) -> None:
+    # RBF and Matern have parameters of the same names and shapes.
+    with pytest.raises(FileError, match=r"(?i)rbf.*matern"):
+        FMGP.load(saved(tmp_path), model=mlp(), kernel=Matern())
+
+
+def test_unknown_option_of_load_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="takes model, device and kernel, got steps"):
+        FMGP.load(saved(tmp_path), model=mlp(), steps=3)
+
+
+# Files that are not ours.
+
+
+def test_no_file_at_all_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"Expected a saved fmgp head, found no file at .*nowhere"):
+        FMGP.load(tmp_path / "nowhere")
+    with pytest.raises(FileError, match="found no file"):
+        FMGP.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\x00" * 100, bytes(range(256)) * 4, b'{"format": "posthoc-head"}'])
+def test_random_bytes_are_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "head.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(FileError, match=r"Expected a (safetensors )?file written by posthoc.*found"):
+        FMGP.load(path)
+
+
+@pytest.mark.parametrize("keep", [4, 100, -1])
+def test_truncated_file_is_refused(keep: int, tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(FileError, match=r"Expected a safetensors file.*found something else.*must be saved again"):
+        FMGP.load(path)
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"posthoc": "not json"}, {"posthoc": "[1]"}])
+def test_safetensors_of_another_origin_are_refused(metadata: dict[str, str] | None, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.zeros(3)}, path, metadata)
+    with pytest.raises(FileError, match=r"written by posthoc's save\(\), found a safetensors file of another origin"):
+        FMGP.load(path)
+
+
+class Trap:
+    """Runs when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "inside safetensors"])
+def test_nothing_is_unpickled(how: str, tmp_path: Path) -> None:
+    path, marker = tmp_path / "head.safetensors", tmp_path / "marker"
+    if how == "pickle":
+        path.write_bytes(pickle.dumps(Trap(marker)))
+    elif how == "torch.save":
+        torch.save({"process.l_raw": Trap(marker)}, path)
+    else:
+        header = json.dumps({"__metadata__": {"posthoc": pickle.dumps(Trap(marker), 0).decode("latin-1")}}).encode()
+        path.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(FileError, match="Expected a"):
+        FMGP.load(path)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("version", [0, 2, None, "1"])
+def test_another_version_is_refused(version: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    tensors, config = contents(path)
+    rewrite(path, tensors, {**config, "version": version})
+    with pytest.raises(FileError, match=rf"Expected format version 1, found {version} .*posthoc that wrote it"):
+        FMGP.load(path)
+
+
+def test_another_method_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    tensors, config = contents(path)
+    rewrite(path, tensors, {**config, "method": "laplace"})
+    with pytest.raises(FileError, match="Expected a head of method 'fmgp', found one of 'laplace'"):
+        FMGP.load(path)
+
+
+@pytest.mark.parametrize("name", ["process.l_raw", "process.z_class", "process.z.features", "likelihood.scale"])
+@pytest.mark.parametrize("change", ["missing", "shorter", "of more dimensions"])
+def test_tensors_that_do_not_fit_are_refused(name: str, change: str, tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    tensors, config = contents(path)
+    tensor = tensors.pop(name)
+    if change != "missing":
+        tensors[name] = tensor[:-1].clone() if change == "shorter" else tensor[..., None].clone()
+    rewrite(path, tensors, config)
+    found = "none" if change == "missing" else r"\("
+    with pytest.raises(FileError, match=rf"Expected tensors {name} \(.*found {name} {found}.*save it again"):
+        FMGP.load(path, model=mlp())
+
+
+def test_tensor_too_many_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    tensors, config = contents(path)
+    rewrite(path, {**tensors, "extra": torch.zeros(2)}, config)
+    with pytest.raises(FileError, match=r"Expected tensors extra none; found extra \(2,\)"):
+        FMGP.load(path, model=mlp())
+
+
+@pytest.mark.parametrize("key", ["options", "likelihood", "width", "network", "layer"])
+def test_config_with_a_part_missing_is_refused(key: str, tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    tensors, config = contents(path)
+    rewrite(path, tensors, {k: v for k, v in config.items() if k != key})
+    with pytest.raises(FileError, match=f"Expected.*{key}"):
+        FMGP.load(path, model=mlp())
+
+
+def test_kernel_that_this_version_does_not_know_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    tensors, config = contents(path)
+    config["options"]["head"]["kernel"] = {"type": "periodic", "on": "features"}
+    rewrite(path, tensors, config)
+    with pytest.raises(PosthocError, match=r"rbf, matern.*got 'periodic'"):
+        FMGP.load(path, model=mlp())
+
+
+# Another network.
+
+
+def other_weights() -> nn.Module:
+    return mlp(seed=1)
+
+
+def one_weight_moved() -> nn.Module:
+    model = mlp()
+    with torch.no_grad():
+        model.get_parameter("0.weight")[0, 0] += 1e-6
+    return model
+
+
+def other_precision() -> nn.Module:
+    return mlp(dtype=torch.float64)
+
+
+def other_names() -> nn.Module:
+    return nn.Sequential(mlp())
+
+
+@pytest.mark.parametrize("other", [other_weights, one_weight_moved, other_precision, other_names])
+def test_another_network_is_refused(other: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with pytest.raises(FileError, match=r"Expected the network.*fingerprint \w{12}.*found another.*or fit again"):
+        FMGP.load(path, model=other())
+    FMGP.load(path, model=mlp())
+
+
+def test_buffers_belong_to_the_network(tmp_path: Path) -> None:
+    def network(mean: float) -> nn.Module:
+        model = nn.Sequential(mlp(), nn.BatchNorm1d(1))
+        model.get_buffer("1.running_mean").fill_(mean)
+        return model
+
+    path = tmp_path / "head.safetensors"
+    FMGP(network(0.0), "regression", **QUICK).fit((inputs(), values())).save(path)
+    FMGP.load(path, model=network(0.0))
+    with pytest.raises(FileError, match="Expected the network"):
+        FMGP.load(path, model=network(0.5))
+
+
+# Writing.
+
+
+def half_written(tensors: Any, path: Any, metadata: Any = None) -> None:
+    Path(path).write_bytes(b"half a fi")
+    raise OSError(28, "No space left on device")
+
+
+def test_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path)
+    before = path.read_bytes()
+    other = case("classification")[1]
+    monkeypatch.setattr("safetensors.torch.save_file", half_written)
+    with pytest.raises(OSError, match="No space left"):
+        other.save(path)
+    assert path.read_bytes() == before
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+
+
+def test_first_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = case("regression")[1]
+    monkeypatch.setattr("posthoc.files.os.replace", lambda *_: half_written(None, tmp_path / "head.safetensors.part"))
+    with pytest.raises(OSError, match="No space left"):
+        method.save(tmp_path / "head.safetensors")
+    assert [found.name for found in tmp_path.iterdir()] == ["head.safetensors.part"]
+
+
+def test_saving_replaces_an_older_head(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    before = path.read_bytes()
+    assert saved(tmp_path, "classification").read_bytes() != before
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+    assert FMGP.load(path).likelihood.task == "classification"
+
+
+def test_saving_into_a_folder_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"Expected a folder to write head into.*missing: create it first"):
+        case("regression")[1].save(tmp_path / "missing" / "head")
+    with pytest.raises(FileError, match=r"path of a file to write, \w+ a folder"):
+        case("regression")[1].save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_saved_file_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "plain", saved(tmp_path))}
+    assert len(modes) == 1
