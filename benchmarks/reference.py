@@ -31,7 +31,7 @@ class DenseFMGP(nn.Module):
         (space,) = head.coordinates.spaces
         self.num_data, self.num_outputs = num_data, process.num_outputs
         level = likelihood.noise if isinstance(likelihood, Gaussian) else cast(Categorical, likelihood).temperature
-        coupling = process.outputs.factor if process.outputs is not None else torch.eye(self.num_outputs)
+        coupling = process.coupling.factor if process.coupling is not None else torch.eye(self.num_outputs)
         self.z = parameter(process.z[space])
         self.l = parameter(process.l_raw)
         self.log_lengthscale = parameter(kernel.log_lengthscale)

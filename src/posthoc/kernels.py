@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from posthoc.errors import OptionError
 
@@ -45,6 +46,9 @@ SPACES = ("inputs", "features", "outputs")
 
 class Kernel(nn.Module, ABC):
     """A covariance function, with parameters to learn. `requires_grad_(False)` keeps them as they are."""
+
+    knows_identity = False
+    """Whether a point's covariance with itself is another than with a point at the same place."""
 
     @abstractmethod
     def forward(self, a: Points, b: Points) -> Tensor:  # (N, M)
@@ -75,7 +79,7 @@ class Kernel(nn.Module, ABC):
 
 def gram(kernel: Kernel, z: Points) -> Tensor:  # (M, M)
     """The covariance among the points of z: each is itself on the diagonal."""
-    return kernel(z, z).diagonal_scatter(kernel.diag(z))
+    return kernel(z, z).diagonal_scatter(kernel.diag(z)) if kernel.knows_identity else kernel(z, z)
 
 
 class _OnOneSpace(Kernel):
@@ -138,17 +142,41 @@ class RBF(_Stationary):
     """amplitude · exp(-½ Σ_j (x_j - x'_j)² / l_j²). The paper prints l_j where we, as usual, square it."""
 
     def forward(self, a: Points, b: Points) -> Tensor:
-        x, y = self.scaled(a), self.scaled(b)
-        # Products lose digits far from the origin; distances do not depend on where it is.
-        origin = y[:1].detach()
-        x, y = x - origin, y - origin
-        # -½|x - y|² = x·y - ½|x|² - ½|y|², with the amplitude taken into the exponent: fewer small operations.
-        half = 0.5 * x.square().sum(-1, keepdim=True) - self.log_amplitude
-        exponent = torch.addmm(-half, x, y.mT) - 0.5 * y.square().sum(-1)
-        return torch.minimum(exponent, self.log_amplitude).exp()
+        blocks = self.block(a), self.block(b)
+        return _RBF.apply(*blocks, self.log_lengthscale, self.log_amplitude)  # type: ignore[no-untyped-call]
 
     def spec(self) -> dict[str, Any]:
         return {"type": "rbf", "on": self.on}
+
+
+class _RBF(torch.autograd.Function):
+    """The RBF kernel with its backward pass written out, where autograd would keep and revisit six N x M tensors.
+
+    With P = K̄ ∘ K: x̄ = P y - (P 1) x in scaled coordinates, ȳ = Pᵀ x - (Pᵀ 1) y, and Σ_i x_i x̄_i + Σ_j y_j ȳ_j is minus
+    the gradient of log l.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, log_lengthscale: Tensor, log_amplitude: Tensor) -> Tensor:
+        inverse = (-log_lengthscale).exp()
+        # Products lose digits far from the origin; distances do not depend on where it is.
+        x, y = (a - b[:1]) * inverse, (b - b[:1]) * inverse
+        # -½|x - y|² = x·y - ½|x|² - ½|y|², with the amplitude in the exponent
+        half = 0.5 * x.square().sum(-1, keepdim=True) - log_amplitude
+        k = torch.addmm(-half, x, y.mT).sub_(0.5 * y.square().sum(-1)).clamp_max_(log_amplitude).exp_()
+        ctx.save_for_backward(x, y, k, inverse)
+        return k
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, y, k, inverse = ctx.saved_tensors
+        p = grad * k
+        rows = p.sum(-1, keepdim=True)
+        x_grad = torch.addmm(rows * -x, p, y)
+        y_grad = torch.addmm(p.sum(0)[:, None] * -y, p.mT, x)
+        scale_grad = -((x * x_grad).sum(0) + (y * y_grad).sum(0))
+        return x_grad * inverse, y_grad * inverse, scale_grad, rows.sum()
 
 
 class Matern(_Stationary):
@@ -226,6 +254,8 @@ class Constant(_Everywhere):
 class White(_Everywhere):
     """The paper's δ: variance of a point with itself, and nothing between two points."""
 
+    knows_identity = True
+
     def forward(self, a: Points, b: Points) -> Tensor:
         return self.log_variance.new_zeros(()).expand(count(a), count(b))
 
@@ -239,6 +269,7 @@ class _Pair(Kernel):
     def __init__(self, left: Kernel, right: Kernel) -> None:
         super().__init__()
         self.left, self.right = left, right
+        self.knows_identity = left.knows_identity or right.knows_identity
 
     def spaces(self) -> set[str | None]:
         return self.left.spaces() | self.right.spaces()
@@ -277,6 +308,7 @@ class GPyTorchKernel(_OnOneSpace):
 
     def __init__(self, kernel: Any, on: Space | None = None) -> None:
         super().__init__(on)
+        self.knows_identity = True  # it may: some of GPyTorch's kernels add noise to their diagonal
         self.kernel = copy.deepcopy(kernel).double()
 
     def forward(self, a: Points, b: Points) -> Tensor:
@@ -297,9 +329,7 @@ class OutputCovariance(nn.Module):
         super().__init__()
         self.num_outputs, self.rank = num_outputs, rank
         if rank is None:
-            # With one output, B would only repeat the kernel's amplitude.
-            factor = torch.eye(num_outputs, dtype=torch.float64)
-            self.factor = nn.Parameter(factor, requires_grad=num_outputs > 1)
+            self.factor = nn.Parameter(torch.eye(num_outputs, dtype=torch.float64))
             self.register_parameter("log_diagonal", None)
         else:
             factor = 0.1 * torch.randn(num_outputs, rank, dtype=torch.float64, generator=generator) / math.sqrt(rank)

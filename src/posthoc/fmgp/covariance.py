@@ -10,10 +10,11 @@ eigenvalue below one, whatever the inducing points: duplicated points and singul
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from posthoc.linalg import cholesky
 
@@ -21,29 +22,27 @@ __all__ = ["Correction", "correction", "kl_divergence", "marginal_variance", "ou
 
 
 class Correction(NamedTuple):
-    """What the posterior takes away from the prior: -A = WᵀW, and what the KL needs."""
+    """What the posterior takes away from the prior, and what that costs."""
 
-    w: Tensor  # (M, M)
-    log_det: Tensor  # (), log |H|
-    trace: Tensor  # (), tr(K_β (-A)) = M - tr H⁻¹
+    w: Tensor  # (M, M), with -A = WᵀW. Use it in that form only: its gradient assumes so.
+    kl: Tensor  # (), KL(q | p)
 
 
 def correction(
     chol: Tensor,  # (M, M), L: lower triangular, any signs
-    kzz: Tensor,  # (M, M)
+    kzz: Tensor,  # (M, M), symmetric
 ) -> Correction:
-    """The correction -A as its factor W, in float64."""
-    chol, kzz = chol.double(), kzz.double()
-    kl = kzz @ chol
-    h = torch.eye(len(chol), dtype=chol.dtype, device=chol.device) + chol.mT @ kl
-    r = cholesky(h, "H = I + LᵀKL")
-    w = torch.linalg.solve_triangular(r, chol.mT, upper=False)
-    return Correction(w, 2.0 * r.diagonal().log().sum(), ((w @ kzz) * w).sum())
+    """The correction -A as its factor W, and KL(q | p), in float64."""
+    w, kl = _Correction.apply(chol.double(), kzz.double())  # type: ignore[no-untyped-call]
+    return Correction(w, kl)
 
 
-def kl_divergence(c: Correction) -> Tensor:  # ()
+def kl_divergence(
+    chol: Tensor,  # (M, M)
+    kzz: Tensor,  # (M, M)
+) -> Tensor:  # ()
     """KL(q | p) = ½ (log|H| + tr H⁻¹ - M) ≥ 0, zero at L = 0 (the paper prints its trace with the wrong sign)."""
-    return 0.5 * (c.log_det - c.trace)
+    return correction(chol, kzz).kl
 
 
 def marginal_variance(
@@ -57,9 +56,38 @@ def marginal_variance(
 
 def output_covariance(
     b: Tensor,  # (C, C), covariance among the outputs
-    b_z: Tensor,  # (C, J), its columns for the J classes that own inducing points
     k_diag: Tensor,  # (N,)
-    reduced: Tensor,  # (N, J, J), K(x, Z)(-A)K(Z, x) summed over the inducing points of each pair of classes
+    taken: Tensor,  # (C, N, M), W K(Z, (x, c)): what the inducing points know of each output
 ) -> Tensor:  # (N, C, C)
-    """The covariance across outputs at each point: B k(x, x) - B_z T(x) B_zᵀ."""
-    return b * k_diag[:, None, None] - b_z @ reduced @ b_z.mT
+    """The covariance across outputs at each point, B k(x, x) - K((x, ·), Z) (-A) K(Z, (x, ·))."""
+    known = taken.transpose(0, 1)
+    return b * k_diag[:, None, None] - known @ known.mT
+
+
+class _Correction(torch.autograd.Function):
+    """W and the KL from L and K, with the backward pass written out: products and one triangular solve, where autograd
+    would differentiate the Cholesky factor and the solve one by one.
+
+    For a function f of G = WᵀW, with the gradients W̄ of f and κ of the KL, and using tr(K G) = tr(W K Wᵀ):
+
+        D = (κ W K - W̄) Wᵀ          (symmetric, since f does not change under W → QW with Q orthogonal)
+        K̄ = ½ Wᵀ D W                L̄ = (W̄ᵀ + K Wᵀ D) R⁻¹
+    """
+
+    @staticmethod
+    def forward(ctx: Any, chol: Tensor, kzz: Tensor) -> tuple[Tensor, Tensor]:
+        identity = torch.eye(len(chol), dtype=chol.dtype, device=chol.device)
+        r = cholesky(torch.addmm(identity, chol.mT, kzz @ chol), "H = I + LᵀKL")
+        w = torch.linalg.solve_triangular(r, chol.mT, upper=False)
+        wk = w @ kzz
+        ctx.save_for_backward(r, w, wk)
+        # log|H| = 2 Σ log R_mm, and M - tr H⁻¹ = tr(W K Wᵀ)
+        return w, r.diagonal().log().sum() - 0.5 * (wk * w).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, w_grad: Tensor, kl_grad: Tensor) -> tuple[Tensor, Tensor]:
+        r, w, wk = ctx.saved_tensors
+        d = (kl_grad * wk - w_grad) @ w.mT
+        chol_grad = torch.linalg.solve_triangular(r, torch.addmm(w_grad.mT, wk.mT, d), upper=False, left=False)
+        return chol_grad, 0.5 * (w.mT @ d @ w)

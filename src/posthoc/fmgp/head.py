@@ -43,7 +43,7 @@ class Head(nn.Module):
 
     def options(self) -> dict[str, Any]:
         """What `rebuild` needs beside the tensors."""
-        coupling = self.process.outputs
+        coupling = self.process.coupling
         return {
             "kernel": self.process.kernel.spec(),
             "spaces": {space: self.coordinates.width(space) for space in self.coordinates.spaces},

@@ -118,7 +118,7 @@ class FMGP(Method):
         kernel.start(view.sample(1000, generator), coordinates.default)
         process = self._process(kernel, view, outputs, generator)
         head = Head(process, coordinates, likelihood)
-        copies = process.num_outputs if process.outputs is None and self.kl == "copies" else 1
+        copies = process.num_outputs if process.coupling is None and self.kl == "copies" else 1
         draws = torch.Generator(device).manual_seed(self.training.seed)
         # Closed whatever happens: suspended batches would keep the network in eval mode.
         with closing(self._batches(view, likelihood, data, generator)) as batches:
@@ -134,7 +134,8 @@ class FMGP(Method):
 
     def _process(self, kernel: Kernel, view: PointView, outputs: Outputs, generator: torch.Generator) -> Process:
         num_outputs = outputs.outputs[0].numel()
-        shared = self.variance == "shared" or (self.variance == "auto" and num_outputs > FEW_OUTPUTS)
+        many = num_outputs > FEW_OUTPUTS
+        shared = num_outputs == 1 or self.variance == "shared" or (self.variance == "auto" and many)
         if isinstance(self.inducing, str) and self.inducing == "per_class":
             inducing = per_class(view, known(outputs.targets), self.num_inducing, num_outputs, generator)
         else:
@@ -143,7 +144,7 @@ class FMGP(Method):
             inducing = Inducing(z, self._classes(m, num_outputs, generator))
         if shared:
             inducing = inducing._replace(z_class=torch.zeros_like(inducing.z_class))
-        rank = self.output_rank or (RANK if num_outputs > FEW_OUTPUTS else None)
+        rank = self.output_rank or (RANK if many else None)
         coupling = None if shared else OutputCovariance(num_outputs, rank, generator).to(outputs.outputs.device)
         return Process(kernel, inducing, num_outputs, coupling, start=START)
 

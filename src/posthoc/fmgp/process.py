@@ -16,15 +16,15 @@ __all__ = ["CoupledLatent", "Process"]
 class Process(nn.Module):
     """Inducing points Z, the factor L, the kernel and, unless all outputs share one variance, their covariance B.
 
-    With `outputs=None` the outputs are independent copies of one process (V = v(x) I). Otherwise the kernel is
+    Without a `coupling` the outputs are independent copies of one process (V = v(x) I). With it the kernel is
     B_cc' k(x, x') and each inducing point belongs to one output, `z_class`.
     """
 
     def __init__(
-        self, kernel: Kernel, inducing: Inducing, num_outputs: int, outputs: OutputCovariance | None, *, start: float
+        self, kernel: Kernel, inducing: Inducing, num_outputs: int, coupling: OutputCovariance | None, *, start: float
     ) -> None:
         super().__init__()
-        self.kernel, self.num_outputs, self.outputs = kernel, num_outputs, outputs
+        self.kernel, self.num_outputs, self.coupling = kernel, num_outputs, coupling
         # Inducing points of one output stand together, so that its columns can be summed as one block.
         order = inducing.z_class.argsort(stable=True).to(next(iter(inducing.z.values())).device)
         self.z = nn.ParameterDict({space: nn.Parameter(block[order].clone()) for space, block in inducing.z.items()})
@@ -44,63 +44,68 @@ class Process(nn.Module):
         """L."""
         return self.l_raw.tril()
 
-    def forward(self, x: Points) -> tuple[Latent, Correction]:
-        """The latent Gaussian at some points and the correction it came from. The kernel is evaluated once for both."""
+    def forward(self, x: Points) -> tuple[Latent, Tensor]:
+        """The latent Gaussian at some points, and KL(q | p). The kernel is evaluated once for both."""
         z = dict(self.z)
-        joint = {space: torch.cat([x[space], block]) for space, block in z.items()} if z else x
-        k, diagonal = self.kernel(joint, z), self.kernel.diag(joint)
-        m = len(self.l_raw)
-        c = self._correction(k[-m:], diagonal[-m:])
-        return self._latent(k[:-m], diagonal[:-m], c.w), c
+        joint = {space: torch.cat([x[space], block]) for space, block in z.items()}
+        k, b_z, m = self.kernel(joint, z), self._columns(), len(self.l_raw)
+        c = self._correction(k[-m:], b_z)
+        return self._latent(k[:-m], self.kernel.diag(x), b_z, c.w), c.kl
 
     def prepare(self) -> Tensor:  # (M, M)
         """W, for `latent` at many batches of points."""
         z = dict(self.z)
-        return self._correction(self.kernel(z, z), self.kernel.diag(z)).w
+        return self._correction(self.kernel(z, z), self._columns()).w
 
     def latent(self, x: Points, w: Tensor) -> Latent:
         """The latent Gaussian at some points, with W from `prepare`."""
-        return self._latent(self.kernel(x, dict(self.z)), self.kernel.diag(x), w)
+        return self._latent(self.kernel(x, dict(self.z)), self.kernel.diag(x), self._columns(), w)
 
-    def _correction(self, kzz: Tensor, diagonal: Tensor) -> Correction:
-        kzz = kzz.diagonal_scatter(diagonal)
-        if self.outputs is not None and self.num_outputs > 1:
-            b = self.outputs.columns(self.present)[self.present]  # (J, J)
-            kzz = kzz * b[self.group][:, self.group]
+    def _columns(self) -> Tensor | None:  # (C, J)
+        """B's columns of the outputs that own inducing points."""
+        return self.coupling.columns(self.present) if self.coupling is not None else None
+
+    def _correction(self, kzz: Tensor, b_z: Tensor | None) -> Correction:
+        if self.kernel.knows_identity:
+            kzz = kzz.diagonal_scatter(self.kernel.diag(dict(self.z)))
+        if b_z is not None:
+            kzz = kzz * b_z[self.z_class][:, self.group]
         return correction(self.chol, kzz)
 
-    def _latent(self, k_xz: Tensor, k_diag: Tensor, w: Tensor) -> Latent:
-        if self.outputs is None or self.num_outputs == 1:
+    def _latent(self, k_xz: Tensor, k_diag: Tensor, b_z: Tensor | None, w: Tensor) -> Latent:
+        if self.coupling is None or b_z is None:
             variance = marginal_variance(k_diag, k_xz, w)
             return IndependentLatent(variance[:, None].expand(-1, self.num_outputs))
-        # Σ_m k(x, z_m) W_m over the inducing points of each output, then products between outputs.
-        parts = [k @ part for k, part in zip(k_xz.split(self.sizes, -1), w.mT.split(self.sizes), strict=True)]
-        blocks = torch.stack(parts, 1)  # (N, J, M)
-        return CoupledLatent(self.outputs, self.present, k_diag, blocks @ blocks.mT)
+        # W K(Z, (x, c)) = Σ_j B_cj (Σ k(x, z_m) W_m over the inducing points of output j)
+        n, m, j = *k_xz.shape, len(self.sizes)
+        if self.sizes.count(self.sizes[0]) == j:
+            sums = k_xz.reshape(n, j, -1).transpose(0, 1) @ w.mT.reshape(j, -1, m)  # (J, N, M)
+        else:
+            groups = zip(k_xz.split(self.sizes, -1), w.mT.split(self.sizes), strict=True)
+            sums = torch.stack([k @ part for k, part in groups])
+        taken = b_z @ sums.reshape(j, -1)  # (C, N M)
+        return CoupledLatent(self.coupling, k_diag, taken.reshape(-1, n, m))
 
 
 class CoupledLatent(Latent):
-    """Outputs coupled by B: V(x) = B k(x, x) - B_z T(x) B_zᵀ, written out only when asked for."""
+    """Outputs coupled by B: V(x) = B k(x, x) - UᵀU, where U's columns are what the inducing points know of each output;
+    written out only when asked for."""
 
-    def __init__(self, outputs: OutputCovariance, present: Tensor, k_diag: Tensor, reduced: Tensor) -> None:
-        self.outputs, self.k_diag, self.reduced = outputs, k_diag, reduced
-        self.b_z = outputs.columns(present)  # (C, J)
+    def __init__(self, coupling: OutputCovariance, k_diag: Tensor, taken: Tensor) -> None:
+        self.coupling = coupling
+        self.k_diag = k_diag[:, None]  # (N, 1)
+        self.taken = taken  # (C, N, M)
 
     @property
     def variance(self) -> Tensor:
-        taken = ((self.b_z @ self.reduced) * self.b_z).sum(-1)  # (N, C)
-        return (self.k_diag[:, None] * self.outputs.diagonal() - taken).clamp_min(0.0)
+        return (self.k_diag * self.coupling.diagonal() - self.taken.square().sum(-1).mT).clamp_min(0.0)
 
     def covariance(self) -> Tensor:
-        return output_covariance(self.outputs.matrix(), self.b_z, self.k_diag, self.reduced)
+        return output_covariance(self.coupling.matrix(), self.k_diag.squeeze(-1), self.taken)
 
     def difference(self, top: Tensor) -> Tensor:
-        factor, diagonal = self.outputs.parts()
-        row = factor[top] @ factor.mT  # (N, C), B's row of the top output
-        if diagonal is not None:
-            row = row.scatter_add(-1, top[:, None], diagonal[top][:, None])
-        product = self.b_z @ self.reduced  # (N, C, J)
-        b_top = self.b_z[top]  # (N, J)
-        shared = self.k_diag[:, None] * row - (product @ b_top[..., None]).squeeze(-1)
-        variance = self.k_diag[:, None] * self.outputs.diagonal() - (product * self.b_z).sum(-1)
-        return (variance + variance.gather(-1, top[:, None]) - 2.0 * shared).clamp_min(0.0)
+        # the prior's Var(f_c - f_t) = B_cc + B_tt - 2 B_ct, less what the inducing points know of the difference
+        diagonal = self.coupling.diagonal()
+        prior = diagonal + diagonal[top][:, None] - 2.0 * self.coupling.columns(top).mT
+        known = self.taken - self.taken[top, torch.arange(len(top), device=top.device)]
+        return (self.k_diag * prior - known.square().sum(-1).mT).clamp_min(0.0)
