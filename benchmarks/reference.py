@@ -48,9 +48,8 @@ class DenseFMGP(nn.Module):
 
     def kernel(self, a: Tensor, b: Tensor) -> Tensor:  # (N, M, C, C)
         """B_cc' k(x, x') for every pair of points and of classes."""
-        a, b = a / self.log_lengthscale.exp(), b / self.log_lengthscale.exp()
-        distance = a.square().sum(-1)[:, None] + b.square().sum(-1) - 2.0 * a @ b.mT
-        k = self.log_amplitude.exp() * (-0.5 * distance.clamp_min(0.0)).exp()
+        difference = (a[:, None, :] - b[None, :, :]) / self.log_lengthscale.exp()
+        k = self.log_amplitude.exp() * (-0.5 * difference.square().sum(-1)).exp()
         return k[:, :, None, None] * self.b()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

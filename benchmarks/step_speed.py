@@ -37,7 +37,7 @@ from posthoc import FMGP, Outputs
 from posthoc.fmgp.objective import Objective
 from posthoc.fmgp.points import PointView
 from posthoc.kernels import RBF
-from posthoc.training import History, train
+from posthoc.training import History, few_threads, train
 
 TASKS: dict[str, Callable[..., Task]] = {
     "regression": synthetic_regression,
@@ -71,7 +71,7 @@ def main() -> None:
             "seconds_per_variant_and_round": seconds,
             "quick": args.quick,
             "ours": "the call of posthoc.training.train that FMGP.fit makes, outputs cached",
-            "reference": "dense float64, explicit inverses, network and DataLoader in every step, Adam at 1e-3",
+            "reference": "float64 throughout, dense kernels, explicit inverses, network and DataLoader in every step",
             "floor": "kernels, products, one Cholesky and one triangular solve, forward and backward, float64",
         },
         "steps": steps,
@@ -118,18 +118,20 @@ def variants(task: Task, device: torch.device, check: bool = False, **options: A
     if check:
         agree(task, method)
     reference = DenseFMGP(method.head, len(task.fit[0]))
-    batches = endless(loader(task.fit, BATCH))
+    wide = task.double()
+    batches = endless(loader(wide.fit, BATCH))
     process = method.head.process
     width = sum(block.shape[1] for block in process.z.values())
     step = floor_step(BATCH, len(process.l_raw), width, process.num_outputs, device)
 
     def floor(steps: int) -> None:
-        for _ in range(steps):
-            step()
+        with few_threads(device.type == "cpu"):  # which it likes best, as ours does
+            for _ in range(steps):
+                step()
 
     return {
         "ours": ours,
-        "reference": lambda steps: train_reference(reference, task.look, batches, steps),
+        "reference": lambda steps: train_reference(reference, wide.look, batches, steps),
         "floor": floor,
     }
 
@@ -150,7 +152,12 @@ def captured(task: Task, outputs: Outputs, device: torch.device, **options: Any)
     # `fit` closes its batches at its end, so these are the same made again.
     view, generator = PointView(outputs, method.head.coordinates), torch.Generator().manual_seed(training.seed)
     batches = view.batches(method.head.likelihood, BATCH, generator)
-    return method, lambda n: train(objective, parameters, batches, replace(training, steps=n), **others)
+
+    def run(steps: int) -> None:
+        with few_threads(device.type == "cpu"):  # as `fit` does at this size
+            train(objective, parameters, batches, replace(training, steps=steps), **others)
+
+    return method, run
 
 
 def agree(task: Task, method: FMGP) -> None:
@@ -235,12 +242,13 @@ def compare_fits(task: Task, device: torch.device, quick: bool) -> dict[str, Any
     reference = DenseFMGP(start.head, len(task.fit[0]))
     with torch.no_grad():
         reference.l.copy_(torch.eye(len(reference.l)))  # where the paper starts; our own start would serve it worse
-    batches = endless(loader(task.fit, BATCH))
-    reference_time = steps * timed(lambda n: train_reference(reference, task.look, batches, n), steps, device)
+    wide = task.double()
+    batches = endless(loader(wide.fit, BATCH))
+    reference_time = steps * timed(lambda n: train_reference(reference, wide.look, batches, n), steps, device)
     fitted: list[FMGP] = []
     ours_time = timed(lambda n: fitted.append(task.method(device=device).fit(task.data(task.fit))), 1, device)
     ours = float(-fitted[0].predict(task.data(task.score)).log_prob(task.score[-1]).double().mean())
-    dense = reference.nll(task.look, task.score)
+    dense = reference.nll(wide.look, wide.score)
     return {
         "data": task.note,
         "points": len(task.fit[0]),

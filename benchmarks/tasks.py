@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ class Task:
         """The network's outputs on the data to fit on, cached."""
         outputs, coordinates = self.look(*self.fit[:-1])
         return Outputs(outputs, self.fit[-1], **{self.space: coordinates})
+
+    def double(self) -> Task:
+        """The same in float64, network and all."""
+        columns = ((c.double() if c.is_floating_point() else c for c in rows) for rows in (self.fit, self.score))
+        fit, score = (tuple(c) for c in columns)
+        return replace(self, network=copy.deepcopy(self.network).double(), fit=fit, score=score)
 
     def to(self, device: torch.device) -> Task:
         self.network.to(device)

@@ -246,7 +246,7 @@ def gaussian_energy(
     alpha: float,
 ) -> Tensor:  # (N, C)
     """(1/α) log E[N(y | f, σ²)^α] in closed form (paper, appendix A.2), its exact limit at α = 0."""
-    total = noise + alpha * variance
+    total = noise + (variance if alpha == 1.0 else alpha * variance)
     fit = residual.square() / total
     if alpha == 1.0:  # log N(y | g, σ² + v), written so that σ² → 0 does no harm
         log_part = total.log()

@@ -15,7 +15,7 @@ from torch import Tensor
 from posthoc.checks import integer
 from posthoc.errors import OptionError, TrainingError
 
-__all__ = ["History", "Training", "train"]
+__all__ = ["History", "Training", "few_threads", "train"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def train(
     with progress_bar(options) as report, torch.enable_grad():
         for step in range(options.steps):
             optimiser.param_groups[0]["lr"] = 0.5 * options.lr * (1.0 + math.cos(math.pi * step / options.steps))
-            optimiser.zero_grad(set_to_none=True)
+            for parameter in parameters:
+                parameter.grad = None
             loss = objective(next(batches))
             loss.backward()
             optimiser.step()
@@ -118,6 +119,19 @@ class Keeper:
         with torch.no_grad():
             for parameter, kept in zip(self.parameters, self.kept, strict=False):
                 parameter.copy_(kept)
+
+
+@contextmanager
+def few_threads(wanted: bool) -> Iterator[None]:
+    """One thread inside, where the work is too small to share: handing out products of 100 x 100 costs more than it
+    saves, and much more where other processes want the cores."""
+    before = torch.get_num_threads()
+    try:
+        if wanted:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -25,18 +25,20 @@ from posthoc.likelihoods import Likelihood, make_likelihood
 from posthoc.method import Method
 from posthoc.outputs import Outputs, join
 from posthoc.predictive import Predictive
-from posthoc.training import History, Training, train
+from posthoc.training import History, Training, few_threads, train
 
 __all__ = ["FMGP"]
 
 T = TypeVar("T")
 
+SMALL = 2e7
+"""Multiplications in a step's largest product, below which threads cost more than they save."""
 FEW_OUTPUTS = 32
 """Up to so many outputs each has its own variance and B is a full Cholesky factor, by default."""
 RANK = 8
 """The rank of B, by default, for more."""
-START = 0.1
-"""L starts at so many times the identity: small, since zero is a stationary point."""
+START = 1.0
+"""L starts at so many times the identity, as in the paper; at zero it would stay."""
 
 
 class FMGP(Method):
@@ -121,7 +123,9 @@ class FMGP(Method):
         copies = process.num_outputs if process.coupling is None and self.kl == "copies" else 1
         draws = torch.Generator(device).manual_seed(self.training.seed)
         # Closed whatever happens: suspended batches would keep the network in eval mode.
-        with closing(self._batches(view, likelihood, data, generator)) as batches:
+        m = len(process.l_raw)
+        small = m * m * max(m, self.training.batch_size) < SMALL and (self.cache or isinstance(data, Outputs))
+        with closing(self._batches(view, likelihood, data, generator)) as batches, few_threads(small):
             history = train(
                 Objective(process, likelihood, self.alpha, num_data, copies, draws),
                 head.parameters(),

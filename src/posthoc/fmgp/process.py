@@ -48,9 +48,11 @@ class Process(nn.Module):
         """The latent Gaussian at some points, and KL(q | p). The kernel is evaluated once for both."""
         z = dict(self.z)
         joint = {space: torch.cat([x[space], block]) for space, block in z.items()}
-        k, b_z, m = self.kernel(joint, z), self._columns(), len(self.l_raw)
-        c = self._correction(k[-m:], b_z)
-        return self._latent(k[:-m], self.kernel.diag(x), b_z, c.w), c.kl
+        k = self.kernel(joint, z)
+        m, b_z = len(self.l_raw), self._columns()
+        k_xz, kzz = k.split([len(k) - m, m])
+        c = self._correction(kzz, b_z)
+        return self._latent(k_xz, self.kernel.diag(x), b_z, c.w), c.kl
 
     def prepare(self) -> Tensor:  # (M, M)
         """W, for `latent` at many batches of points."""
