@@ -245,21 +245,26 @@ def compare_fits(task: Task, device: torch.device, quick: bool) -> dict[str, Any
     wide = task.double()
     batches = endless(loader(wide.fit, BATCH))
     reference_time = steps * timed(lambda n: train_reference(reference, wide.look, batches, n), steps, device)
-    fitted: list[FMGP] = []
-    ours_time = timed(lambda n: fitted.append(task.method(device=device).fit(task.data(task.fit))), 1, device)
-    ours = float(-fitted[0].predict(task.data(task.score)).log_prob(task.score[-1]).double().mean())
-    dense = reference.nll(wide.look, wide.score)
-    return {
+    result: dict[str, Any] = {
         "data": task.note,
         "points": len(task.fit[0]),
-        "reference_steps": steps,
-        "ours_steps": fitted[0].training.steps,
-        "nll": {"ours": ours, "reference": dense},
-        "seconds": {"ours": ours_time, "reference": reference_time},
-        "time_ratio": ours_time / reference_time,
-        "as_good": ours <= dense,
-        "tenth_of_the_time": ours_time <= 0.1 * reference_time,
+        "reference": {"steps": steps, "nll": reference.nll(wide.look, wide.score), "seconds": reference_time},
     }
+    for name, method in {
+        "ours": task.default(device),
+        "ours, the reference's kernel": task.method(device=device),
+    }.items():
+        seconds = timed(lambda _, method=method: method.fit(task.data(task.fit)), 1, device)  # type: ignore[misc]
+        nll = float(-method.predict(task.data(task.score)).log_prob(task.score[-1]).double().mean())
+        result[name] = {
+            "steps": method.training.steps,
+            "nll": nll,
+            "seconds": seconds,
+            "time_ratio": seconds / reference_time,
+            "as_good": nll <= result["reference"]["nll"],
+            "tenth_of_the_time": seconds <= 0.1 * reference_time,
+        }
+    return result
 
 
 def timed(run: Run, steps: int, device: torch.device) -> float:
@@ -291,15 +296,15 @@ def show(result: dict[str, Any]) -> None:
         )
         table.add_row("", verdict, end_section=True)
     console.print(table)
-    table = Table("task", "fit", "NLL", "seconds", title="A default fit against the reference's steps")
+    table = Table(
+        "task", "fit", "NLL", "seconds", "", "time / reference's", title="A default fit against the reference's steps"
+    )
     for name, r in result["fits"].items():
-        for v in ("ours", "reference"):
-            table.add_row(name, f"{v}, {r[v + '_steps']} steps", f"{r['nll'][v]:.4f}", f"{r['seconds'][v]:.2f}")
-        verdicts = (
-            f"as good: {yes(r['as_good'])}",
-            f"{r['time_ratio']:.3f} ({yes(r['tenth_of_the_time'])}: at most 0.1)",
-        )
-        table.add_row("", r["data"], *verdicts, end_section=True)
+        for fit in ("ours", "ours, the reference's kernel", "reference"):
+            f = r[fit]
+            verdicts = (f"as good: {yes(f['as_good'])}", f"{f['time_ratio']:.3f}") if "as_good" in f else ("", "")
+            table.add_row(name, f"{fit}, {f['steps']} steps", f"{f['nll']:.4f}", f"{f['seconds']:.2f}", *verdicts)
+        table.add_row("", r["data"], end_section=True)
     console.print(table)
 
 

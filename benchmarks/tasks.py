@@ -43,9 +43,13 @@ class Task:
         return len(self.fit) == 3
 
     def method(self, **options: Any) -> FMGP:
-        """Our method with its defaults, and with the kernel on the inputs (regression) or the features."""
+        """Our method with its defaults but the kernel of the reference: on the inputs (regression) or the features."""
         options = {"kernel": RBF(on=self.space), "progress": False, **options}
         return FMGP(None if self.known else self.network, self.likelihood, **options)
+
+    def default(self, device: torch.device) -> FMGP:
+        """Our method with nothing chosen."""
+        return FMGP(None if self.known else self.network, self.likelihood, device=device, progress=False)
 
     def data(self, rows: tuple[Tensor, ...]) -> Outputs | tuple[Tensor, ...]:
         """Rows in the form that `fit` and `predict` take."""
