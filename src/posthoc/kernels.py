@@ -158,12 +158,12 @@ class _RBF(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, log_lengthscale: Tensor, log_amplitude: Tensor) -> Tensor:
-        inverse = (-log_lengthscale).exp()
+        inverse, origin = (-log_lengthscale).exp(), b[:1]
         # Products lose digits far from the origin; distances do not depend on where it is.
-        x, y = (a - b[:1]) * inverse, (b - b[:1]) * inverse
+        x, y = torch.sub(a, origin).mul_(inverse), torch.sub(b, origin).mul_(inverse)
         # -½|x - y|² = x·y - ½|x|² - ½|y|², with the amplitude in the exponent
-        half = 0.5 * x.square().sum(-1, keepdim=True) - log_amplitude
-        k = torch.addmm(-half, x, y.mT).sub_(0.5 * y.square().sum(-1)).clamp_max_(log_amplitude).exp_()
+        k = torch.addmm(x.square().sum(-1, keepdim=True), x, y.mT, beta=-0.5)
+        k.add_(torch.sub(log_amplitude, y.square().sum(-1), alpha=0.5)).clamp_max_(log_amplitude).exp_()
         ctx.save_for_backward(x, y, k, inverse)
         return k
 
@@ -173,10 +173,10 @@ class _RBF(torch.autograd.Function):
         x, y, k, inverse = ctx.saved_tensors
         p = grad * k
         rows = p.sum(-1, keepdim=True)
-        x_grad = torch.addmm(rows * -x, p, y)
-        y_grad = torch.addmm(p.sum(0)[:, None] * -y, p.mT, x)
-        scale_grad = -((x * x_grad).sum(0) + (y * y_grad).sum(0))
-        return x_grad * inverse, y_grad * inverse, scale_grad, rows.sum()
+        x_grad = (p @ y).addcmul_(rows, x, value=-1)
+        y_grad = (p.mT @ x).addcmul_(p.sum(0)[:, None], y, value=-1)
+        scale_grad = (x * x_grad).sum(0).add_((y * y_grad).sum(0)).neg_()
+        return x_grad.mul_(inverse), y_grad.mul_(inverse), scale_grad, rows.sum()
 
 
 class Matern(_Stationary):

@@ -254,7 +254,7 @@ def gaussian_energy(
         log_part = noise.log() + variance / noise
     else:
         log_part = noise.log() + torch.log1p(alpha * variance / noise) / alpha
-    return -0.5 * (fit + log_part + math.log(2.0 * math.pi))
+    return -0.5 * (log_part + fit + math.log(2.0 * math.pi))
 
 
 def pairwise(mean: Tensor, latent: Latent, temperature: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ __all__ = ["History", "Training", "few_threads", "train"]
 class Training:
     """How to train: Adam with a cosine schedule, for `steps` mini-batches of `batch_size` points."""
 
-    steps: int = 1000
+    steps: int = 500
     batch_size: int = 100
-    lr: float = 0.01
+    lr: float = 0.02
     seed: int = 0
     eval_every: int = 50
     patience: int | None = 10
@@ -123,8 +123,8 @@ class Keeper:
 
 @contextmanager
 def few_threads(wanted: bool) -> Iterator[None]:
-    """One thread inside, where the work is too small to share: handing out products of 100 x 100 costs more than it
-    saves, and much more where other processes want the cores."""
+    """One thread inside, where the work is too small to share: handing out products of 100 x 100 saves little on an
+    idle machine and costs much on a busy one."""
     before = torch.get_num_threads()
     try:
         if wanted:

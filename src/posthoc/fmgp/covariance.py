@@ -89,5 +89,6 @@ class _Correction(torch.autograd.Function):
     def backward(ctx: Any, w_grad: Tensor, kl_grad: Tensor) -> tuple[Tensor, Tensor]:
         r, w, wk = ctx.saved_tensors
         d = (kl_grad * wk - w_grad) @ w.mT
-        chol_grad = torch.linalg.solve_triangular(r, torch.addmm(w_grad.mT, wk.mT, d), upper=False, left=False)
-        return chol_grad, 0.5 * (w.mT @ d @ w)
+        # L̄ᵀ = R⁻ᵀ (W̄ + D W K), since D is symmetric: a solve from the left, which two threads share well
+        chol_grad = torch.linalg.solve_triangular(r.mT, torch.addmm(w_grad, d, wk), upper=True).mT
+        return chol_grad, (w.mT @ d @ w).mul_(0.5)
