@@ -31,7 +31,8 @@ class DenseFMGP(nn.Module):
         (space,) = head.coordinates.spaces
         self.num_data, self.num_outputs = num_data, process.num_outputs
         level = likelihood.noise if isinstance(likelihood, Gaussian) else cast(Categorical, likelihood).temperature
-        coupling = process.coupling.factor if process.coupling is not None else torch.eye(self.num_outputs)
+        alone = torch.eye(self.num_outputs, device=process.l_raw.device)
+        coupling = process.coupling.factor if process.coupling is not None else alone
         self.z = parameter(process.z[space])
         self.l = parameter(process.l_raw)
         self.log_lengthscale = parameter(kernel.log_lengthscale)

@@ -111,7 +111,7 @@ def test_no_steps_leave_the_start_and_still_predict() -> None:
     method = fitted(steps=0)
     assert method.history == History()
     assert method.head is not None
-    assert torch.equal(method.head.process.l_raw.detach(), 0.1 * torch.eye(4, dtype=torch.float64))
+    assert torch.equal(method.head.process.l_raw.detach(), torch.eye(4, dtype=torch.float64))
     pred = method.predict(inputs())
     assert bool((pred.variance > 0).all())
     with_val = FMGP(mlp(), "regression", **{**QUICK, "steps": 0})
