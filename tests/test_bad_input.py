@@ -452,12 +452,12 @@ def test_options_that_make_no_sense_are_refused_at_once(options: dict[str, Any],
     ("make", "message"),
     [
         (lambda: FMGP(mlp(), "poisson"), '"regression" or "classification" .*got \'poisson\''),
-        (lambda: Gaussian(noise="free"), '"shared" or "per_output", got \'free\''),  # type: ignore[arg-type]
-        (lambda: Categorical(training="exact"), "monte_carlo\", got 'exact'"),  # type: ignore[arg-type]
-        (lambda: Categorical(prediction="exact"), "monte_carlo\", got 'exact'"),  # type: ignore[arg-type]
+        (lambda: Gaussian(noise="free"), "'shared', 'per_output', got 'free'"),  # type: ignore[arg-type]
+        (lambda: Categorical(training="exact"), "'monte_carlo', got 'exact'"),  # type: ignore[arg-type]
+        (lambda: Categorical(prediction="exact"), "'monte_carlo', got 'exact'"),  # type: ignore[arg-type]
         (lambda: Categorical(temperature=0.0), "positive temperature.*got 0.0"),
-        (lambda: Categorical(samples=0), "at least one sample, got samples=0"),
-        (lambda: RBF(on="pixels"), "inputs, features, outputs .*got 'pixels'"),  # type: ignore[arg-type]
+        (lambda: Categorical(samples=0), "samples to be an integer of at least 1, got 0"),
+        (lambda: RBF(on="pixels"), "'inputs', 'features', 'outputs', got 'pixels'"),  # type: ignore[arg-type]
         (lambda: RBF(lengthscale=-1.0), "length-scales above zero, got -1.0"),
         (lambda: RBF(amplitude=math.nan), "amplitude above zero, got nan"),
     ],
@@ -472,9 +472,10 @@ def test_length_scales_that_do_not_fit_the_width_are_refused() -> None:
         fitted(kernel=RBF(lengthscale=torch.ones(2)))
 
 
-def test_num_data_below_one_is_refused() -> None:
-    with pytest.raises(DataError, match="num_data to be the number of data points, at least 1, got 0"):
-        regression().fit((inputs(), values()), num_data=0)
+@pytest.mark.parametrize("wrong", [0, 2.5, "5"])
+def test_num_data_that_is_no_number_of_points_is_refused(wrong: Any) -> None:
+    with pytest.raises(OptionError, match="num_data to be an integer of at least 1, got"):
+        regression().fit((inputs(), values()), num_data=wrong)
 
 
 # Inducing points.

@@ -74,10 +74,10 @@ def test_more_inducing_points_than_data_warns_and_takes_the_data():
 def test_per_class_points_belong_to_the_class_of_their_row():
     x = torch.arange(60, dtype=torch.float64)[:, None]
     y = torch.tensor([0] * 50 + [1] * 8 + [3] * 2)  # uneven, and class 2 is missing
-    found = per_class(Rows(features=x), y, 20, 4, seeded())
+    found = per_class(Rows(features=x), y, 20, seeded())
     assert torch.equal(y[found.z["features"].squeeze(1).long()], found.z_class)
     assert found.z_class.bincount(minlength=4).tolist() == [10, 8, 0, 2]
-    few = per_class(Rows(features=x), y, 2, 4, seeded())
+    few = per_class(Rows(features=x), y, 2, seeded())
     assert len(few.z_class.unique()) == 2
 
 

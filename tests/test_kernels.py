@@ -130,7 +130,7 @@ def test_output_covariance_gives_one_matrix_in_every_form(rank):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RBF(on="pixels"), "inputs, features, outputs"),
+        (lambda: RBF(on="pixels"), "'inputs', 'features', 'outputs', got 'pixels'"),
         (lambda: RBF(lengthscale=-1.0), "above zero"),
         (lambda: Matern(3.0), "0.5, 1.5 or 2.5"),
         (lambda: ready(RBF(lengthscale=torch.ones(2))), "each of the 3 inputs, got 2"),

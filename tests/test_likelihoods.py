@@ -205,9 +205,16 @@ class _Energy(torch.nn.Module):
         (lambda: Gaussian(noise="none"), "per_output"),
         (lambda: Categorical(temperature=0.0), "positive temperature"),
         (lambda: Categorical(training="magic"), "pairwise"),
-        (lambda: Categorical(samples=0), "at least one sample"),
+        (lambda: Categorical(samples=0), "samples to be an integer of at least 1, got 0"),
     ],
 )
 def test_impossible_likelihoods_are_refused(make, message):
     with pytest.raises(OptionError, match=message):
         make()
+
+
+def test_a_monte_carlo_prediction_does_not_depend_on_the_rows_beside_it():
+    likelihood = Categorical(prediction="monte_carlo")
+    mu, latent = logits(6, 4), random_latent(6, 4)
+    alone = likelihood.predictive(mu[2:3], DenseLatent(latent.covariance()[2:3]))
+    torch.testing.assert_close(likelihood.predictive(mu, latent).probs[2:3], alone.probs)

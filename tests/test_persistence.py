@@ -29,6 +29,7 @@ from posthoc import (
     Linear,
     Matern,
     OptionError,
+    Outputs,
     PosthocError,
     White,
 )
@@ -457,3 +458,16 @@ def test_saved_file_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "plain", saved(tmp_path))}
     assert len(modes) == 1
+
+
+def test_gpytorch_kernel_of_another_form_is_refused(tmp_path: Path) -> None:
+    import gpytorch
+
+    path, matern = tmp_path / "head.safetensors", gpytorch.kernels.MaternKernel
+    data = Outputs(torch.randn(30, 1), torch.randn(30, 1), torch.randn(30, 2))
+    method = FMGP(None, "regression", kernel=matern(nu=1.5), num_inducing=4, steps=2).fit(data)
+    method.save(path)
+    with pytest.raises(FileError, match="Expected the kernel this head was fitted with"):
+        FMGP.load(path, kernel=matern(nu=2.5))
+    loaded = FMGP.load(path, kernel=matern(nu=1.5))
+    assert torch.equal(loaded.predict(data).std, method.predict(data).std)

@@ -158,3 +158,18 @@ def test_shapes_follow_the_networks_output():
         assert pred.std.shape == pred.interval(0.9)[0].shape == pred.quantile(0.2).shape == shape
         assert pred.log_prob(pred.mean).shape == (6,)
         assert pred.sample(4).shape == (4, *shape)
+
+
+def test_everything_moves_to_another_device():
+    for pred in (regression(covariance=True), classification(covariance=True)):
+        moved = pred.to("meta")
+        tensors = [v for v in vars(moved).values() if isinstance(v, torch.Tensor)]
+        assert len(tensors) >= 4
+        assert all(t.is_meta for t in tensors)
+
+
+def test_singular_covariances_are_sampled_without_a_warning():
+    ones = torch.ones(4, 3, 3)
+    pred = RegressionPredictive(torch.zeros(4, 3), torch.ones(4, 3), torch.zeros(4, 3), ones)
+    draws = pred.sample(1000, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(draws[..., 0], draws[..., 1], rtol=0, atol=0.02)

@@ -379,3 +379,9 @@ def test_progress_is_not_shown_when_refused(terminal: Terminal) -> None:
 def test_progress_does_not_change_the_numbers(terminal: Terminal) -> None:
     with redirect_stderr(terminal):
         assert same(numbers(fitted(progress=True)), numbers(fitted(progress=False)))
+
+
+def test_defaults_leave_room_to_stop_early() -> None:
+    options = Training()
+    assert options.patience is not None
+    assert options.patience * options.eval_every <= options.steps // 4

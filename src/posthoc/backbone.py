@@ -213,7 +213,8 @@ def read_inputs(batch: Batch, rows: int) -> Tensor:
     if len(values) != 1 or values[0].ndim < 1 or len(values[0]) != rows:
         raise DataError(
             "Expected inputs that are one tensor with a row a point, for a kernel on the inputs; "
-            f'got {len(values)} tensors of shapes {[tuple(v.shape) for v in values]}. Use a kernel on="features".'
+            f"got {len(values)} tensors of shapes {[tuple(v.shape) for v in values]}. "
+            'Use a kernel on="features" or on="outputs".'
         )
     return values[0].reshape(rows, -1)
 
@@ -243,6 +244,8 @@ def fingerprint(module: nn.Module | None) -> str | None:
         if not isinstance(tensor, Tensor):
             continue
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            continue  # no plain values to read: its name, shape and type must do
         flat = tensor.detach().reshape(-1)
         step = max(1, flat.numel() // 65536)
         digest.update(flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes())

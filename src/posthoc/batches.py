@@ -58,6 +58,10 @@ def iterate(data: Any, batch_size: int) -> Iterator[Any]:
 
 def cut(data: Any, size: int) -> Iterator[Any]:
     """Consecutive rows of arrays that belong together."""
+    if isinstance(data, Mapping):
+        data = {k: np.asarray(v) if is_numbers(v) else v for k, v in data.items()}
+    elif not is_array(data):
+        data = tuple(np.asarray(a) if is_numbers(a) else a for a in data)
     arrays = list(data.values()) if isinstance(data, Mapping) else [data] if is_array(data) else list(data)
     lengths = {len(a) for a in arrays if is_array(a) and np.ndim(a)}
     if len(lengths) != 1:
@@ -77,8 +81,14 @@ def is_array(data: Any) -> bool:
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether data is a tuple (or list) of arrays, and not a list of batches."""
-    return isinstance(data, tuple | list) and len(data) > 1 and all(is_array(a) for a in data)
+    """Whether data is a tuple (or list) of arrays, the targets perhaps a list of numbers, and not a list of batches."""
+    if not isinstance(data, tuple | list) or len(data) < 2:
+        return False
+    return is_array(data[0]) and all(is_array(a) or is_numbers(a) for a in data)
+
+
+def is_numbers(data: Any) -> bool:
+    return isinstance(data, list) and bool(data) and isinstance(data[0], int | float)
 
 
 def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posthoc.errors import DataError, OptionError
 
-__all__ = ["choice", "class_labels", "integer", "regression_targets", "require_finite"]
+__all__ = ["as_rows", "choice", "class_labels", "integer", "regression_targets", "require_finite"]
 
 
 def regression_targets(y: Any, mean: Tensor) -> Tensor:
@@ -68,6 +68,15 @@ def require_finite(values: Tensor, name: str, *, first_row: int = 0) -> None:
             f"Expected finite {name}, got {float(values[tuple(wrong)])} in row {first_row + wrong[0]} "
             f"({int((~finite).sum())} such values). Remove those rows, or find what made them."
         )
+
+
+def as_rows(rows: Any) -> Any:
+    """An index that keeps the row axis: a single number becomes a slice of one."""
+    try:
+        number = index(rows)
+    except TypeError:
+        return rows
+    return slice(number, number + 1 or None)
 
 
 def integer(name: str, value: Any, least: int) -> int:

@@ -18,6 +18,8 @@ __all__ = ["atomic_path", "check_shapes", "read_head", "require_writable", "writ
 
 FORMAT = "posthoc-head"
 VERSION = 1
+UMASK = os.umask(0o022)
+os.umask(UMASK)  # it can only be read by setting it: once, here, before there are threads
 
 
 def require_writable(path: str | os.PathLike[str]) -> Path:
@@ -44,10 +46,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        # mkstemp makes files private; the result gets the permissions any new file would have.
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)
+        temporary.chmod(0o666 & ~UMASK)  # mkstemp makes files private; this is what any new file would have
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)

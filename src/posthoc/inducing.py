@@ -49,13 +49,14 @@ def kmeans(source: PointSource, m: int, generator: torch.Generator, *, passes: i
     if m == n:
         return source.points(torch.arange(n))
     sample_rows = distinct(n, min(n, max(20 * m, 2000)), generator)
-    sample = source.points(sample_rows)
+    # On the CPU: sums by index come in any order on a GPU, and the same seed must give the same numbers.
+    sample = {space: block.cpu() for space, block in source.points(sample_rows).items()}
     joined = join(sample)
     centres = joined[plus_plus(joined, m, generator)].clone()
     weights = torch.zeros(m, dtype=joined.dtype, device=joined.device)
     batch = min(n, max(10 * m, 1000))
     for rows in minibatches(n, batch, passes, generator):
-        x = join(source.points(rows))
+        x = join(source.points(rows)).cpu()
         nearest = torch.cdist(x, centres).argmin(-1)
         counts = torch.zeros_like(weights).index_add_(0, nearest, torch.ones_like(weights[:1]).expand(len(x)))
         sums = torch.zeros_like(centres).index_add_(0, nearest, x)
@@ -69,7 +70,7 @@ def kmeans(source: PointSource, m: int, generator: torch.Generator, *, passes: i
     return {space: block[closest] for space, block in sample.items()}
 
 
-def per_class(source: PointSource, targets: Tensor, m: int, num_classes: int, generator: torch.Generator) -> Inducing:
+def per_class(source: PointSource, targets: Tensor, m: int, generator: torch.Generator) -> Inducing:
     """m rows spread evenly over the classes that occur, each inducing point owned by the class of its row. With fewer
     points than classes, some classes (drawn at random) have none and keep the prior's variance where B leaves them
     alone."""

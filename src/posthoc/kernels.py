@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from posthoc.checks import choice
 from posthoc.errors import OptionError
 
 __all__ = [
@@ -77,9 +78,14 @@ class Kernel(nn.Module, ABC):
         return Product(self, as_kernel(other))
 
 
-def gram(kernel: Kernel, z: Points) -> Tensor:  # (M, M)
+def gram(
+    kernel: Kernel,
+    z: Points,
+    different: Tensor | None = None,  # (M, M), kernel(z, z) where it is known already
+) -> Tensor:  # (M, M)
     """The covariance among the points of z: each is itself on the diagonal."""
-    return kernel(z, z).diagonal_scatter(kernel.diag(z)) if kernel.knows_identity else kernel(z, z)
+    k = kernel(z, z) if different is None else different
+    return k.diagonal_scatter(kernel.diag(z)) if kernel.knows_identity else k
 
 
 class _OnOneSpace(Kernel):
@@ -87,8 +93,8 @@ class _OnOneSpace(Kernel):
 
     def __init__(self, on: Space | None) -> None:
         super().__init__()
-        if on is not None and on not in SPACES:
-            raise OptionError(f"Expected on= one of {', '.join(SPACES)} (or None for the default), got {on!r}.")
+        if on is not None:
+            choice("on", on, SPACES)
         self.on: str | None = on
 
     def spaces(self) -> set[str | None]:
@@ -318,7 +324,7 @@ class GPyTorchKernel(_OnOneSpace):
         return self.kernel(self.block(a), diag=True)
 
     def spec(self) -> dict[str, Any]:
-        return {"type": "gpytorch", "on": self.on, "classes": [type(part).__name__ for part in self.kernel.modules()]}
+        return {"type": "gpytorch", "on": self.on, "parts": [describe(part) for part in self.kernel.modules()]}
 
 
 class OutputCovariance(nn.Module):
@@ -371,6 +377,8 @@ def as_kernel(kernel: Any) -> Kernel:
     if isinstance(kernel, Kernel):
         return kernel
     if any(t.__module__.partition(".")[0] == "gpytorch" for t in type(kernel).__mro__):
+        if any(isinstance(part, Kernel) for part in kernel.modules()):
+            raise OptionError("Expected a GPyTorch kernel with none of ours in it: write GPyTorchKernel(k) + RBF().")
         return GPyTorchKernel(kernel)
     raise OptionError(f"Expected a posthoc or GPyTorch kernel, got {type(kernel).__name__}.")
 
@@ -392,6 +400,12 @@ def kernel_from_spec(spec: Mapping[str, Any]) -> Kernel:
     if kind in simple:
         return simple[kind](**options)
     raise OptionError(f"Expected a kernel of {', '.join([*simple, *pairs])}, got {kind!r}.")
+
+
+def describe(part: nn.Module) -> dict[str, Any]:
+    """A module's class and plain settings, by which two kernels of one form are told from others."""
+    plain = {k: v for k, v in vars(part).items() if isinstance(v, int | float | str) and k != "training"}
+    return {"class": type(part).__name__, **{k: v for k, v in plain.items() if not k.startswith("_")}}
 
 
 def median_distance(x: Tensor) -> Tensor:  # ()

@@ -90,10 +90,11 @@ def correlate(
     noise: Tensor,  # (S, N, C)
 ) -> Tensor:  # (S, N, C)
     """Standard normal draws turned into draws with that covariance, which may be singular."""
-    # A covariance that is singular is legitimate here (outputs may be perfectly correlated, or certain): a jitter far
-    # below what float64 resolves of the draws lets its Cholesky exist without a warning.
+    # A covariance that is singular is legitimate here (outputs may be perfectly correlated, or certain): a ridge of a
+    # billionth of the variance, or of what float32 resolves of it, lets its Cholesky exist without a warning.
+    ridge_size = 1e-9 if covariance.dtype == torch.float64 else 1e-6
     covariance = covariance.double()
-    floor = 1e-9 * covariance.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-290)
+    floor = ridge_size * covariance.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-290)
     ridge = torch.diag_embed(floor[:, None].expand(covariance.shape[:-1]))
     factor = cholesky(covariance + ridge, "the covariance across outputs")
     return torch.einsum("ncd,snd->snc", factor, noise.double()).to(noise.dtype)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from posthoc.checks import class_labels, regression_targets
+from posthoc.checks import choice, class_labels, integer, regression_targets
 from posthoc.errors import DataError, OptionError
 from posthoc.latent import Latent
 from posthoc.predictive import ClassificationPredictive, Predictive, RegressionPredictive, working_dtype
@@ -67,7 +67,8 @@ class Likelihood(nn.Module, ABC):
 
 
 class Gaussian(Likelihood):
-    """Gaussian noise: y = f(x) + ε. `noise` is "shared" (one variance) or "per_output"; σ² is learnt.
+    """Gaussian noise: y = f(x) + ε. `noise` is "shared" (one variance, in units of each output's residuals) or
+    "per_output"; σ² is learnt.
 
     With several outputs the energy is the sum of the outputs' own (the factorised form; the joint one differs for
     α > 0), and `Predictive.log_prob` is the same sum.
@@ -77,8 +78,7 @@ class Gaussian(Likelihood):
 
     def __init__(self, noise: Literal["shared", "per_output"] = "shared") -> None:
         super().__init__()
-        if noise not in ("shared", "per_output"):
-            raise OptionError(f'Expected noise="shared" or "per_output", got {noise!r}.')
+        choice("noise", noise, ("shared", "per_output"))
         self.noise_form = noise
         self.log_noise = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.register_buffer("scale", torch.ones((), dtype=torch.float64))
@@ -157,15 +157,12 @@ class Categorical(Likelihood):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for name, value in (("training", training), ("prediction", prediction)):
-            if value not in ("pairwise", "logit_scaling", "monte_carlo"):
-                raise OptionError(f'Expected {name}="pairwise", "logit_scaling" or "monte_carlo", got {value!r}.')
+        choice("training", training, (*APPROXIMATIONS, "monte_carlo"))
+        choice("prediction", prediction, (*APPROXIMATIONS, "monte_carlo"))
         if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
             raise OptionError(f"Expected a positive temperature, or None to learn it, got {temperature}.")
-        if samples < 1:
-            raise OptionError(f"Expected at least one sample, got samples={samples}.")
         self.fixed_temperature, self.training_form, self.prediction_form = temperature, training, prediction
-        self.samples, self.seed = samples, seed
+        self.samples, self.seed = integer("samples", samples, 1), integer("seed", seed, 0)
         start = torch.tensor(math.log(temperature or 1.0), dtype=torch.float64)
         self.log_temperature = nn.Parameter(start, requires_grad=temperature is None)
 
@@ -214,7 +211,8 @@ class Categorical(Likelihood):
         mean, dtype = outputs.double(), working_dtype(outputs)
         if self.prediction_form == "monte_carlo":
             generator = torch.Generator(outputs.device).manual_seed(self.seed)
-            draws = log_softmax_draws(mean, latent, self.temperature, self.samples, generator)
+            # Every row has the same draws, so that its prediction does not depend on the rows beside it.
+            draws = log_softmax_draws(mean, latent, self.temperature, self.samples, generator, common=True)
             log_probs = draws.logsumexp(0) - math.log(self.samples)
         else:
             log_probs = APPROXIMATIONS[self.prediction_form](mean, latent, self.temperature)
@@ -273,10 +271,18 @@ APPROXIMATIONS = {"pairwise": pairwise, "logit_scaling": logit_scaling}
 
 
 def log_softmax_draws(
-    mean: Tensor, latent: Latent, temperature: Tensor, samples: int, generator: torch.Generator | None
+    mean: Tensor,  # (N, C)
+    latent: Latent,
+    temperature: Tensor,
+    samples: int,
+    generator: torch.Generator | None,
+    *,
+    common: bool = False,
 ) -> Tensor:  # (S, N, C)
-    noise = torch.randn((samples, *mean.shape), dtype=mean.dtype, device=mean.device, generator=generator)
-    return ((mean + latent.perturb(noise)) / temperature).log_softmax(-1)
+    """log softmax(f/τ) for draws of f; with `common`, all rows share the standard normal draws behind theirs."""
+    shape = (samples, 1 if common else len(mean), mean.shape[1])
+    noise = torch.randn(shape, dtype=mean.dtype, device=mean.device, generator=generator)
+    return ((mean + latent.perturb(noise.expand(samples, *mean.shape))) / temperature).log_softmax(-1)
 
 
 def columns(values: Tensor) -> Tensor:  # (N, C), float64

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from posthoc.backbone import Backbone, fingerprint
 from posthoc.batches import is_array, is_arrays, iterate
+from posthoc.checks import integer
 from posthoc.errors import DataError, FileError, NotFittedError, PosthocWarning
 from posthoc.files import read_head, write_head
 from posthoc.likelihoods import Likelihood, make_likelihood
@@ -23,13 +24,13 @@ from posthoc.predictive import Predictive
 __all__ = ["Method"]
 
 CHUNK = 1024
-"""Rows of precomputed outputs predicted at a time."""
+"""Rows predicted at a time, and run at a time where the user gave arrays to a loader's place."""
 
 
 class Method(ABC):
     """A post-hoc method: give it a trained predictor (or none, and its outputs), fit, predict.
 
-    A subclass fits from `Outputs` (`_fit`), predicts from them (`_predict`) and says what it holds (`_tensors`,
+    A subclass fits from `Outputs` (`_fit`), predicts from them (`_predictor`) and says what it holds (`_tensors`,
     `_options`) and how to be built from that (`_rebuild`).
     """
 
@@ -43,12 +44,17 @@ class Method(ABC):
         layer: str | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        self.likelihood = make_likelihood(likelihood)
+        self._likelihood = make_likelihood(likelihood)
         self.device = torch.device(device) if device is not None else None
         self.layer = layer
         self.backbone = Backbone(model, layer, self.device) if model is not None else None
         self._width: tuple[int, ...] | None = None  # of one row of outputs, once fitted
         self._fingerprint: str | None = None
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood: fitted, once there is a fit."""
+        return self._likelihood
 
     @property
     def fitted(self) -> bool:
@@ -59,22 +65,26 @@ class Method(ABC):
         """Fits on data the network has not memorised: a DataLoader of (x, y) or mappings, a pair of arrays, or
         `Outputs`. `val` is for early stopping; `num_data` is the number of points that `data` stands for, if not
         its own."""
+        num_data = integer("num_data", num_data, 1) if num_data is not None else None
+        self._check_data(data)
+        with torch.inference_mode(False), torch.enable_grad():
+            return self._fit_checked(data, val, num_data)
+
+    def _fit_checked(self, data: Any, val: Any, num_data: int | None) -> Self:
         train = self._outputs(data, targets=True)
         held_out = self._outputs(val, targets=True) if val is not None else None
         if held_out is not None:
             self._check_width(held_out, tuple(train.outputs.shape[1:]))
-        if num_data is not None and num_data < 1:
-            raise DataError(f"Expected num_data to be the number of data points, at least 1, got {num_data}.")
         if train.outputs.dtype in (torch.float16, torch.bfloat16):
             warnings.warn(
                 f"The outputs are {train.outputs.dtype}: means stay as they are, the uncertainty is computed in "
                 "float64 and returned in float32.",
                 PosthocWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
+        mark = fingerprint(self.backbone.module) if self.backbone else None
         self._fit(train, held_out, num_data or len(train), data)
-        self._width = tuple(train.outputs.shape[1:])
-        self._fingerprint = fingerprint(self.backbone.module) if self.backbone else None
+        self._width, self._fingerprint = tuple(train.outputs.shape[1:]), mark
         return self
 
     @torch.no_grad()
@@ -83,8 +93,9 @@ class Method(ABC):
         loader (streamed), or of `Outputs`. `covariance=True` adds the covariance across outputs."""
         self._require_fitted("predict")
         # Closed whatever happens: a suspended stream would keep the network in eval mode.
+        predict, size = self._predictor(covariance=covariance), self._rows_at_once()
         with closing(self._stream(data)) as stream:
-            parts = [self._predict(part, covariance=covariance) for part in stream]
+            parts = [predict(part[at : at + size]) for part in stream for at in range(0, len(part), size)]
         if not parts:
             raise DataError("Expected at least one data point to predict, got none: the loader is empty.")
         return type(parts[0]).cat(parts)
@@ -96,7 +107,7 @@ class Method(ABC):
         config = {
             "method": self.name,
             "options": self._options(),
-            "likelihood": self.likelihood.spec(),
+            "likelihood": self._likelihood.spec(),
             "layer": self.layer,
             "width": self._width,
             "network": self._fingerprint,
@@ -121,17 +132,31 @@ class Method(ABC):
                 f"Expected the network this head was fitted on (fingerprint {config['network'][:12]}), found another "
                 f"({found[:12]}): its weights, buffers or layers differ. Load the right weights, or fit again."
             )
-        method = cls._rebuild(path, tensors, config, model=model, device=device, **extra)
-        method._width = tuple(config["width"])
+        try:
+            method = cls._rebuild(path, tensors, config, model=model, device=device, **extra)
+            method._width = tuple(config["width"])
+        except (KeyError, TypeError) as error:
+            raise FileError(
+                f"Expected a config that this version can read, found one in {path} that it cannot ({error!r}): "
+                "the file was changed; save it again."
+            ) from error
         method._fingerprint = config["network"]
         return method
+
+    def _check_data(self, data: Any) -> None:  # noqa: B027 (most methods take anything)
+        """Refuses, before the predictor is run over them, data that this method cannot be fitted on."""
 
     @abstractmethod
     def _fit(self, train: Outputs, val: Outputs | None, num_data: int, data: Any) -> None:
         """Fits; leaves everything as it was if it fails. `data` is what `train` was collected from."""
 
     @abstractmethod
-    def _predict(self, outputs: Outputs, *, covariance: bool) -> Predictive: ...
+    def _predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
+        """What turns some rows of outputs into predictions, with what it needs made ready once."""
+
+    def _rows_at_once(self) -> int:
+        """How many rows to predict at a time."""
+        return CHUNK
 
     @abstractmethod
     def _tensors(self) -> dict[str, Tensor]: ...
@@ -180,12 +205,12 @@ class Method(ABC):
         return self._checked(outputs, targets=targets)
 
     def _checked(self, outputs: Outputs, *, targets: bool) -> Outputs:
-        self.likelihood.check_outputs(outputs.outputs)
+        self._likelihood.check_outputs(outputs.outputs)
         if not targets:
             return outputs
         if outputs.targets is None:
             raise DataError("Expected targets to fit on: batches (x, y), mappings with labels, Outputs with targets.")
-        fitting = self.likelihood.check_targets(outputs.targets, outputs.outputs)
+        fitting = self._likelihood.check_targets(outputs.targets, outputs.outputs)
         return Outputs(outputs.outputs, fitting, outputs.features, outputs.inputs)
 
     def _check_width(self, outputs: Outputs, width: tuple[int, ...]) -> None:
@@ -195,8 +220,7 @@ class Method(ABC):
 
     def _stream(self, data: Any) -> Generator[Outputs]:
         if isinstance(data, Outputs):
-            for start in range(0, len(data), CHUNK):
-                yield self._fitting(data[start : start + CHUNK])
+            yield self._fitting(data)
             return
         if isinstance(data, list) and is_arrays(data):
             raise DataError(

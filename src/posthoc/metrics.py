@@ -31,7 +31,7 @@ class _Mean(Metric):
         self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def _add(self, scores: Tensor) -> None:
-        self.total += scores.double().sum()
+        self.total += scores.double().sum().to(self.total.device)
         self.count += scores.numel()
 
     def compute(self) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posthoc.backbone import Backbone, Reading
 from posthoc.batches import as_tensor, iterate
-from posthoc.checks import require_finite
+from posthoc.checks import as_rows, require_finite
 from posthoc.errors import DataError
 
 __all__ = ["Outputs", "collect"]
@@ -40,7 +40,7 @@ class Outputs:
             if name in ("features", "inputs"):
                 tensor = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
             require_finite(tensor, name)
-            object.__setattr__(self, name, tensor)
+            object.__setattr__(self, name, tensor if name == "outputs" else tensor.to(self.outputs.device))
             if len(tensor) != len(self.outputs):
                 raise DataError(
                     f"Expected as many rows of {name} as of outputs, {len(self.outputs)}, got {len(tensor)}."
@@ -52,6 +52,7 @@ class Outputs:
         return len(self.outputs)
 
     def __getitem__(self, rows: Any) -> Outputs:
+        rows = as_rows(rows)
         return self._map(lambda part: part[rows])
 
     def space(self, name: str) -> Tensor | None:
@@ -63,11 +64,14 @@ class Outputs:
 
     def to(self, device: torch.device) -> Outputs:
         """A copy on another device."""
-        return self if device == self.outputs.device else self._map(lambda part: part.to(device))
+        return self._map(lambda part: part.to(device))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
-        parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: change(part) for name, part in parts.items() if part is not None})
+        changed = object.__new__(Outputs)  # what was checked once need not be checked again
+        for field in fields(self):
+            part = getattr(self, field.name)
+            object.__setattr__(changed, field.name, None if part is None else change(part))
+        return changed
 
 
 def collect(backbone: Backbone, data: Any, *, features: bool, inputs: bool, batch_size: int = 256) -> Outputs:

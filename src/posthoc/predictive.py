@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from posthoc.checks import class_labels, regression_targets
+from posthoc.checks import as_rows, class_labels, regression_targets
 from posthoc.errors import OptionError, WrongTaskError
 from posthoc.latent import correlate
 
@@ -21,6 +21,9 @@ ONLY_FOR = {
     "regression": ("latent_variance", "noise", "quantile", "interval", "cdf"),
     "classification": ("probs", "log_probs", "entropy", "mutual_information", "temperature"),
 }
+
+DRAWN_AT_ONCE = 2**24
+"""Numbers drawn at once by `mutual_information`, which is a mean over many draws of every logit."""
 
 
 def working_dtype(mean: Tensor) -> torch.dtype:
@@ -67,16 +70,20 @@ class Predictive(ABC):
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
 
     def __getitem__(self, rows: Any) -> Self:
-        rows = slice(rows, rows + 1 or None) if isinstance(rows, int) else rows
-        return self._map(lambda t: t[rows])
+        rows = as_rows(rows)
+        return self._map(lambda t: t[rows] if t.ndim else t)
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
+    def to(self, device: str | torch.device) -> Self:
         """A copy on another device."""
-        return self._map(lambda t: t.to(*args, **kwargs))
+        return self._map(lambda t: t.to(device))
 
-    def _map(self, change: Any) -> Self:
-        changed = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: change(v) for k, v in changed.items() if isinstance(v, Tensor) and v.ndim})
+    def cpu(self) -> Self:
+        """A copy on the CPU."""
+        return self.to("cpu")
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: change(v) for k, v in parts.items() if isinstance(v, Tensor)})
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
@@ -189,10 +196,14 @@ class ClassificationPredictive(Predictive):
         generator of its own, so that the same question has the same answer)."""
         if generator is None:
             generator = torch.Generator(self.mean.device).manual_seed(0)
-        log_p = (self.sample(samples, generator) / self.temperature).log_softmax(-1)
-        average = log_p.logsumexp(0) - math.log(samples)
-        expected = torch.special.entr(log_p.exp()).sum(-1).mean(0)
-        return (torch.special.entr(average.exp()).sum(-1) - expected).clamp_min(0.0)
+        at_once = max(1, DRAWN_AT_ONCE // (samples * self.mean.shape[1]))
+        parts = [self[start : start + at_once] for start in range(0, len(self), at_once)]
+        return torch.cat([part._information(samples, generator) for part in parts])
+
+    def _information(self, samples: int, generator: torch.Generator) -> Tensor:  # (N,)
+        p = (self.sample(samples, generator) / self.temperature).softmax(-1)
+        expected = torch.special.entr(p).sum(-1).mean(0)
+        return (torch.special.entr(p.mean(0)).sum(-1) - expected).clamp_min(0.0)
 
     def log_prob(self, y: Any) -> Tensor:
         labels = class_labels(y, self.mean)

@@ -26,8 +26,8 @@ class Training:
     batch_size: int = 100
     lr: float = 0.02
     seed: int = 0
-    eval_every: int = 50
-    patience: int | None = 10
+    eval_every: int = 20
+    patience: int | None = 5
     progress: bool | None = None  # None: a bar on a terminal, silence in a log
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ def train(
     history = History()
     if not parameters or not options.steps:
         return history
-    optimiser = torch.optim.Adam(parameters, lr=options.lr, fused=all(p.is_floating_point() for p in parameters))
+    optimiser = torch.optim.Adam(parameters, lr=options.lr, fused=True)
     keeper = Keeper(parameters, score, options.patience, history)
     keeper.look(0)
     with progress_bar(options) as report, torch.enable_grad():
@@ -85,6 +85,8 @@ def train(
                 if keeper.exhausted:
                     break
     keeper.restore()
+    if not all(bool(p.isfinite().all()) for p in parameters):
+        raise TrainingError(f"A parameter stopped being finite. Lower the learning rate (it is {options.lr}).")
     return history
 
 
@@ -125,10 +127,12 @@ class Keeper:
 def few_threads(wanted: bool) -> Iterator[None]:
     """One thread inside, where the work is too small to share: handing out products of 100 x 100 saves little on an
     idle machine and costs much on a busy one."""
+    if not wanted:
+        yield
+        return
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        if wanted:
-            torch.set_num_threads(1)
         yield
     finally:
         torch.set_num_threads(before)

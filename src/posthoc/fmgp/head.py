@@ -19,9 +19,6 @@ from posthoc.predictive import Predictive
 
 __all__ = ["Head"]
 
-DENSE_OUTPUTS = 32
-"""Up to so many coupled outputs, predictions come with their covariance unasked: `sample` needs it."""
-
 
 class Head(nn.Module):
     """The process, the coordinates it sees and the likelihood around it, all fitted."""
@@ -38,8 +35,7 @@ class Head(nn.Module):
     def predictive(self, outputs: Outputs, w: Tensor, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows, with W from `process.prepare()`."""
         latent = self.process.latent(self.coordinates.points(outputs), w)
-        dense = covariance or (not latent.independent and self.process.num_outputs <= DENSE_OUTPUTS)
-        return self.likelihood.predictive(outputs.outputs, latent, covariance=dense)
+        return self.likelihood.predictive(outputs.outputs, latent, covariance=covariance)
 
     def options(self) -> dict[str, Any]:
         """What `rebuild` needs beside the tensors."""

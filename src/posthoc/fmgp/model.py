@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, SupportsFloat, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ FEW_OUTPUTS = 32
 """Up to so many outputs each has its own variance and B is a full Cholesky factor, by default."""
 RANK = 8
 """The rank of B, by default, for more."""
+AT_ONCE = 2**24
+"""Numbers in the largest tensor of a prediction, rows x outputs x inducing points: 128 MB."""
 START = 1.0
 """L starts at so many times the identity, as in the paper; at zero it would stay."""
 
@@ -84,37 +86,56 @@ class FMGP(Method):
         **training: Any,
     ) -> None:
         super().__init__(model, likelihood, layer=layer, device=device)
-        if not isinstance(alpha, int | float) or not 0.0 <= alpha <= 1.0:
+        if not isinstance(alpha, SupportsFloat) or not 0.0 <= float(alpha) <= 1.0:
             raise OptionError(f"Expected alpha from 0 (the ELBO) to 1, got {alpha!r}.")
         choice("variance", variance, ("auto", "per_output", "shared"))
         choice("kl", kl, ("copies", "once"))
         if isinstance(inducing, str):
             choice("inducing", inducing, ("kmeans", "random", "per_class"))
-            if inducing == "per_class" and self.likelihood.task != "classification":
+            if inducing == "per_class" and self._likelihood.task != "classification":
                 raise OptionError('inducing="per_class" needs classes; use "kmeans" or "random" for regression.')
+            if inducing == "per_class" and inducing_classes is not None:
+                raise OptionError('inducing="per_class" takes the classes from the data: leave inducing_classes out.')
         if unknown := training.keys() - Training.__dataclass_fields__.keys():
             known_options = ", ".join(Training.__dataclass_fields__)
             raise OptionError(
                 f"Unknown option {', '.join(sorted(unknown))}. The training options are: {known_options}."
             )
         self.training = Training(**training)
-        self.kernel = as_kernel(kernel) if kernel is not None else RBF()
+        self._kernel = as_kernel(kernel) if kernel is not None else RBF()
         self.variance, self.inducing, self.inducing_classes = variance, inducing, inducing_classes
         self.num_inducing = integer("num_inducing", num_inducing, 1)
         self.output_rank = integer("output_rank", output_rank, 1) if output_rank is not None else None
         self.alpha, self.standardize, self.kl, self.cache = float(alpha), standardize, kl, cache
-        self.likelihood.check_alpha(self.alpha)
+        self._likelihood.check_alpha(self.alpha)
         self.history = History()
         self.head: Head | None = None
+
+    def __repr__(self) -> str:
+        state = f"{len(self.head.process.l_raw)} inducing points" if self.head is not None else "not fitted"
+        return f"FMGP({self._likelihood.task}, {type(self._kernel).__name__}, {state})"
+
+    @property
+    def likelihood(self) -> Likelihood:
+        return self.head.likelihood if self.head is not None else self._likelihood
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel: fitted, once there is a fit."""
+        return self.head.process.kernel if self.head is not None else self._kernel
+
+    def _check_data(self, data: Any) -> None:
+        if not self.cache and isinstance(data, Iterator):
+            raise DataError("cache=False reads the data again and again: give a DataLoader or arrays, not an iterator.")
 
     def _fit(self, outputs: Outputs, val: Outputs | None, num_data: int, data: Any) -> None:
         outputs, val = self._placed(outputs), self._placed(val) if val is not None else None
         device = outputs.outputs.device
         generator = torch.Generator().manual_seed(self.training.seed)
         # Everything is built beside what is there and takes its place at the end: a failed fit changes nothing.
-        likelihood = copy.deepcopy(self.likelihood).to(device)
+        likelihood = copy.deepcopy(self._likelihood).to(device)
         likelihood.start(outputs.outputs, known(outputs.targets))
-        kernel = copy.deepcopy(self.kernel).to(device)
+        kernel = copy.deepcopy(self._kernel).to(device)
         coordinates = Coordinates.of(outputs, kernel, standardize=self.standardize)
         view = PointView(outputs, coordinates)
         kernel.start(view.sample(1000, generator), coordinates.default)
@@ -141,7 +162,7 @@ class FMGP(Method):
         many = num_outputs > FEW_OUTPUTS
         shared = num_outputs == 1 or self.variance == "shared" or (self.variance == "auto" and many)
         if isinstance(self.inducing, str) and self.inducing == "per_class":
-            inducing = per_class(view, known(outputs.targets), self.num_inducing, num_outputs, generator)
+            inducing = per_class(view, known(outputs.targets), self.num_inducing, generator)
         else:
             z = self._places(view, generator)
             m = len(next(iter(z.values())))
@@ -149,7 +170,9 @@ class FMGP(Method):
         if shared:
             inducing = inducing._replace(z_class=torch.zeros_like(inducing.z_class))
         rank = self.output_rank or (RANK if many else None)
-        coupling = None if shared else OutputCovariance(num_outputs, rank, generator).to(outputs.outputs.device)
+        device = outputs.outputs.device
+        coupling = None if shared else OutputCovariance(num_outputs, rank, generator).to(device)
+        inducing = inducing._replace(z={space: block.to(device) for space, block in inducing.z.items()})
         return Process(kernel, inducing, num_outputs, coupling, start=START)
 
     def _places(self, view: PointView, generator: torch.Generator) -> dict[str, Tensor]:
@@ -177,20 +200,39 @@ class FMGP(Method):
         if self.cache or isinstance(data, Outputs):
             yield from view.batches(likelihood, self.training.batch_size, generator)
             return
-        if iter(data) is data:
-            raise DataError("cache=False reads the data again and again: give a DataLoader or arrays, not an iterator.")
         features, inputs = self._needs(fitted=False)
         with self._require_backbone(data).running(features=features, inputs=inputs) as run:
             while True:
+                seen = 0
                 for batch in iterate(data, self.training.batch_size):
-                    fresh = self._placed(self._checked(join([run(batch)]), targets=True))
-                    yield PointView(fresh, view.coordinates).batch(likelihood, slice(None))
+                    reading = run(batch)
+                    seen += len(reading.outputs)
+                    if len(reading.outputs):
+                        fresh = self._placed(self._checked(join([reading]), targets=True))
+                        yield PointView(fresh, view.coordinates).batch(likelihood, slice(None))
+                if not seen:
+                    raise DataError("Expected data in every pass of the loader, got none in the last one.")
 
-    def _predict(self, outputs: Outputs, *, covariance: bool) -> Predictive:
+    def _predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
         head = known(self.head)
-        home = outputs.outputs.device
-        predictive = head.predictive(outputs.to(head.device), head.process.prepare(), covariance=covariance)
-        return predictive if head.device == home else predictive.to(home)
+        w = head.process.prepare()
+        # Where few classes are coupled, their covariance comes unasked: draws of the logits need it.
+        few = head.process.coupling is not None and head.process.num_outputs <= FEW_OUTPUTS
+        dense = covariance or (few and self.likelihood.task == "classification")
+
+        def predict(outputs: Outputs) -> Predictive:
+            home = outputs.outputs.device
+            predictive = head.predictive(outputs.to(head.device), w, covariance=dense)
+            return predictive if head.device == home else predictive.to(home)
+
+        return predict
+
+    def _rows_at_once(self) -> int:
+        process = known(self.head).process
+        rows = super()._rows_at_once()
+        if process.coupling is None:
+            return rows
+        return max(1, min(rows, AT_ONCE // (process.num_outputs * len(process.l_raw))))
 
     def _placed(self, outputs: Outputs) -> Outputs:
         """Outputs where the head lives: where they are, or on `device`; Apple's GPUs have no float64."""
@@ -202,7 +244,7 @@ class FMGP(Method):
             spaces: set[str | None] = set(known(self.head).coordinates.spaces)
         else:
             layered = self.backbone is not None and self.backbone.has_features
-            spaces = {space or ("features" if layered else "inputs") for space in self.kernel.spaces() or {None}}
+            spaces = {space or ("features" if layered else "inputs") for space in self._kernel.spaces() or {None}}
             if "features" in spaces and self.backbone is not None and not layered:
                 raise LayerError(
                     "Expected a model with a layer to take features from, for this kernel; found none. Name one with "
@@ -253,7 +295,7 @@ class FMGP(Method):
             device=device,
             **options["training"],
         )
-        fresh = copy.deepcopy(method.kernel), copy.deepcopy(method.likelihood)
+        fresh = copy.deepcopy(method._kernel), copy.deepcopy(method._likelihood)
         place = method.device or (method.backbone.device if method.backbone else None) or torch.device("cpu")
         head = Head.rebuild(path, tensors, shape, *fresh)
         if head.process.kernel.spec() != shape["kernel"]:

@@ -121,6 +121,8 @@ class PointView:
 
 def location_and_scale(block: Tensor) -> tuple[Tensor, Tensor]:
     """Where coordinates lie and how far they spread; constant ones keep their unit."""
-    values = block.double()
-    spread = values.std(0, unbiased=False)
-    return values.mean(0), torch.where(spread > 1e-12 * values.abs().amax(0), spread, torch.ones_like(spread))
+    parts = block.split(65536)  # in float64, all of it at once might not fit
+    location = sum(part.double().sum(0) for part in parts) / len(block)
+    spread = (sum((part.double() - location).square().sum(0) for part in parts) / len(block)).sqrt()
+    largest = block.abs().amax(0).double()
+    return location, torch.where(spread > 1e-12 * largest, spread, torch.ones_like(spread))

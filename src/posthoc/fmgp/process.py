@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from posthoc.fmgp.covariance import Correction, correction, marginal_variance, output_covariance
 from posthoc.inducing import Inducing
-from posthoc.kernels import Kernel, OutputCovariance, Points
+from posthoc.kernels import Kernel, OutputCovariance, Points, gram
 from posthoc.latent import IndependentLatent, Latent
 
 __all__ = ["CoupledLatent", "Process"]
@@ -51,13 +51,12 @@ class Process(nn.Module):
         k = self.kernel(joint, z)
         m, b_z = len(self.l_raw), self._columns()
         k_xz, kzz = k.split([len(k) - m, m])
-        c = self._correction(kzz, b_z)
+        c = self._correction(gram(self.kernel, z, kzz), b_z)
         return self._latent(k_xz, self.kernel.diag(x), b_z, c.w), c.kl
 
     def prepare(self) -> Tensor:  # (M, M)
         """W, for `latent` at many batches of points."""
-        z = dict(self.z)
-        return self._correction(self.kernel(z, z), self._columns()).w
+        return self._correction(gram(self.kernel, dict(self.z)), self._columns()).w
 
     def latent(self, x: Points, w: Tensor) -> Latent:
         """The latent Gaussian at some points, with W from `prepare`."""
@@ -68,8 +67,6 @@ class Process(nn.Module):
         return self.coupling.columns(self.present) if self.coupling is not None else None
 
     def _correction(self, kzz: Tensor, b_z: Tensor | None) -> Correction:
-        if self.kernel.knows_identity:
-            kzz = kzz.diagonal_scatter(self.kernel.diag(dict(self.z)))
         if b_z is not None:
             kzz = kzz * b_z[self.z_class][:, self.group]
         return correction(self.chol, kzz)

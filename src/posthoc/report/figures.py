@@ -55,6 +55,6 @@ def error_bar_figure(
     figure.tight_layout()
     try:
         with atomic_path(path) as temporary:
-            figure.savefig(temporary, dpi=150)
+            figure.savefig(temporary, dpi=150, format="png")
     finally:
         pyplot.close(figure)
