@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from posthoc import RBF, Constant, Linear, Matern, OptionError, White
-from posthoc.kernels import OutputCovariance, as_kernel, gram, kernel_from_spec
+from posthoc.fmgp.coupling import OutputCovariance
+from posthoc.kernels import as_kernel, gram, kernel_from_spec
 from tests import oracles
 
 G = torch.Generator().manual_seed(0)

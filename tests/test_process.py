@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posthoc import FMGP, RBF, Categorical, Linear, Outputs, White
+from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.objective import Objective, TrainingBatch
 from posthoc.fmgp.process import Process
 from posthoc.inducing import Inducing
-from posthoc.kernels import OutputCovariance, gram
+from posthoc.kernels import gram
 from posthoc.likelihoods import Gaussian
 from tests import oracles
 
@@ -208,3 +209,15 @@ def test_an_underconfident_network_is_sharpened_by_the_temperature():
     assert float(fixed.head.likelihood.temperature) == 1.0
     gap = fixed.predict(Outputs(logits)).log_prob(labels).mean() - pred.log_prob(labels).mean()
     assert float(gap) < -0.05
+
+
+def test_units_of_the_features_do_not_matter_unless_asked():
+    g = torch.Generator().manual_seed(0)
+    features, residuals = torch.randn(60, 3, generator=g, dtype=DOUBLE), torch.randn(60, 1, generator=g, dtype=DOUBLE)
+    units = torch.tensor([1.0, 1000.0, 0.001], dtype=DOUBLE)
+    for standardize in (True, False):
+        plain, scaled = (
+            FMGP(None, "regression", num_inducing=5, steps=5, standardize=standardize).fit(data).predict(data).variance
+            for data in (Outputs(0 * residuals, residuals, f) for f in (features, features * units + 7.0))
+        )
+        assert torch.allclose(plain, scaled, rtol=1e-6) == standardize

@@ -29,7 +29,6 @@ __all__ = [
     "Kernel",
     "Linear",
     "Matern",
-    "OutputCovariance",
     "Product",
     "Sum",
     "White",
@@ -325,51 +324,6 @@ class GPyTorchKernel(_OnOneSpace):
 
     def spec(self) -> dict[str, Any]:
         return {"type": "gpytorch", "on": self.on, "parts": [describe(part) for part in self.kernel.modules()]}
-
-
-class OutputCovariance(nn.Module):
-    """B, the covariance among the outputs: a full Cholesky factor for few (`rank=None`), low rank + diagonal for many.
-    It starts at the identity (near it, where the rank is low: a factor of zero would never move)."""
-
-    def __init__(self, num_outputs: int, rank: int | None = None, generator: torch.Generator | None = None) -> None:
-        super().__init__()
-        self.num_outputs, self.rank = num_outputs, rank
-        if rank is None:
-            self.factor = nn.Parameter(torch.eye(num_outputs, dtype=torch.float64))
-            self.register_parameter("log_diagonal", None)
-        else:
-            factor = 0.1 * torch.randn(num_outputs, rank, dtype=torch.float64, generator=generator) / math.sqrt(rank)
-            self.factor = nn.Parameter(factor)
-            self.log_diagonal = nn.Parameter(torch.zeros(num_outputs, dtype=torch.float64))
-
-    def parts(self) -> tuple[Tensor, Tensor | None]:
-        """F (C, r) and D (C,) with B = F Fᵀ + diag(D)."""
-        if self.rank is None:
-            return self.factor.tril(), None
-        return self.factor, self.log_diagonal.exp()
-
-    def columns(
-        self,
-        which: Tensor,  # (J,)
-    ) -> Tensor:  # (C, J)
-        """Some columns of B."""
-        factor, diagonal = self.parts()
-        columns = factor @ factor[which].mT
-        if diagonal is None:
-            return columns
-        return columns.index_put((which, torch.arange(len(which), device=which.device)), diagonal[which], True)
-
-    def diagonal(self) -> Tensor:  # (C,)
-        """B_cc."""
-        factor, diagonal = self.parts()
-        square = factor.square().sum(-1)
-        return square if diagonal is None else square + diagonal
-
-    def matrix(self) -> Tensor:  # (C, C)
-        """B."""
-        factor, diagonal = self.parts()
-        product = factor @ factor.mT
-        return product if diagonal is None else product + torch.diag(diagonal)
 
 
 def as_kernel(kernel: Any) -> Kernel:

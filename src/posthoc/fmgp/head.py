@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.files import check_shapes
+from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.points import Coordinates
 from posthoc.fmgp.process import Process
 from posthoc.inducing import Inducing
-from posthoc.kernels import Kernel, OutputCovariance
+from posthoc.kernels import Kernel
 from posthoc.likelihoods import Likelihood
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive

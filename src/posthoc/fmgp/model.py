@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from posthoc.batches import iterate
 from posthoc.checks import choice, integer
 from posthoc.errors import DataError, FileError, LayerError, OptionError
+from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.head import Head
 from posthoc.fmgp.objective import Objective, TrainingBatch
 from posthoc.fmgp.points import Coordinates, PointView
 from posthoc.fmgp.process import Process
 from posthoc.inducing import Inducing, given, kmeans, per_class, random_classes, random_points
-from posthoc.kernels import RBF, Kernel, OutputCovariance, as_kernel, kernel_from_spec
+from posthoc.kernels import RBF, Kernel, as_kernel, kernel_from_spec
 from posthoc.likelihoods import Likelihood, make_likelihood
 from posthoc.method import Method
 from posthoc.outputs import Outputs, join

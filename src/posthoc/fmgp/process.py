@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.covariance import Correction, correction, marginal_variance, output_covariance
 from posthoc.inducing import Inducing
-from posthoc.kernels import Kernel, OutputCovariance, Points, gram
+from posthoc.kernels import Kernel, Points, gram
 from posthoc.latent import IndependentLatent, Latent
 
 __all__ = ["CoupledLatent", "Process"]
