@@ -1,5 +1,6 @@
 """FMGP as one would first write it down from the paper: dense kernels over all pairs of classes, explicit inverses, the
-network run in every step. It computes the objective of `posthoc.fmgp`; the benchmark checks that before timing it."""
+network run in every step, float64 throughout, distances by the differences of the paper's formula (products would be
+faster). It computes the objective of `posthoc.fmgp`; the benchmark checks that before timing it."""
 
 from __future__ import annotations
 
