@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from posthoc.latent import Latent
+
 
 def correction(chol: Tensor, kzz: Tensor) -> Tensor:
     """-A = (Ã⁻¹ + K)⁻¹ with Ã = LLᵀ; Ã must be invertible."""
@@ -77,3 +79,22 @@ def cqm_by_grid(cdf: Tensor, points: int = 200_001) -> float:
     grid = torch.linspace(0, 1, points, dtype=torch.float64)
     share = (inside_from[None, :] <= grid[:, None]).double().mean(1)
     return float((share - grid).abs().mean())
+
+
+class DenseLatent(Latent):
+    """The covariance written out."""
+
+    def __init__(self, covariance: Tensor) -> None:
+        self._covariance = covariance
+
+    @property
+    def variance(self) -> Tensor:
+        return self._covariance.diagonal(dim1=-2, dim2=-1)
+
+    def covariance(self) -> Tensor:
+        return self._covariance
+
+    def difference(self, top: Tensor) -> Tensor:
+        row = self._covariance[torch.arange(len(top), device=top.device), top]
+        variance = self.variance
+        return (variance + variance.gather(-1, top[:, None]) - 2.0 * row).clamp_min(0.0)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from posthoc import Categorical, Gaussian, OptionError
-from posthoc.latent import DenseLatent, IndependentLatent
+from posthoc.latent import IndependentLatent
 from posthoc.likelihoods import gaussian_energy
 from tests import oracles
+from tests.oracles import DenseLatent
 
 DOUBLE = torch.float64
 

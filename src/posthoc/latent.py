@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posthoc.linalg import cholesky
 
-__all__ = ["DenseLatent", "IndependentLatent", "Latent"]
+__all__ = ["IndependentLatent", "Latent", "correlate"]
 
 
 class Latent(ABC):
@@ -64,25 +64,6 @@ class IndependentLatent(Latent):
     def perturb(self, noise: Tensor) -> Tensor:
         # The tiny floor keeps the square root's gradient finite where the variance is exactly zero.
         return noise * self._variance.clamp_min(1e-300 if noise.dtype == torch.float64 else 1e-30).sqrt()
-
-
-class DenseLatent(Latent):
-    """The covariance written out."""
-
-    def __init__(self, covariance: Tensor) -> None:
-        self._covariance = covariance
-
-    @property
-    def variance(self) -> Tensor:
-        return self._covariance.diagonal(dim1=-2, dim2=-1)
-
-    def covariance(self) -> Tensor:
-        return self._covariance
-
-    def difference(self, top: Tensor) -> Tensor:
-        row = self._covariance[torch.arange(len(top), device=top.device), top]
-        variance = self.variance
-        return (variance + variance.gather(-1, top[:, None]) - 2.0 * row).clamp_min(0.0)
 
 
 def correlate(

@@ -24,7 +24,7 @@ from posthoc.predictive import Predictive
 __all__ = ["Method"]
 
 CHUNK = 1024
-"""Rows predicted at a time, and run at a time where the user gave arrays to a loader's place."""
+"""Rows predicted at a time, unless a method says otherwise, and rows of a dataset run at a time."""
 
 
 class Method(ABC):
@@ -92,8 +92,8 @@ class Method(ABC):
         """The predictive distribution of a batch (a tensor, an array or a mapping, run as one), of the batches of a
         loader (streamed), or of `Outputs`. `covariance=True` adds the covariance across outputs."""
         self._require_fitted("predict")
-        # Closed whatever happens: a suspended stream would keep the network in eval mode.
         predict, size = self._predictor(covariance=covariance), self._rows_at_once()
+        # Closed whatever happens: a suspended stream would keep the network in eval mode.
         with closing(self._stream(data)) as stream:
             parts = [predict(part[at : at + size]) for part in stream for at in range(0, len(part), size)]
         if not parts:

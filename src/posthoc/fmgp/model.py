@@ -144,9 +144,9 @@ class FMGP(Method):
         head = Head(process, coordinates, likelihood)
         copies = process.num_outputs if process.coupling is None and self.kl == "copies" else 1
         draws = torch.Generator(device).manual_seed(self.training.seed)
-        # Closed whatever happens: suspended batches would keep the network in eval mode.
         m = len(process.l_raw)
         small = m * m * max(m, self.training.batch_size) < SMALL and (self.cache or isinstance(data, Outputs))
+        # Closed whatever happens: suspended batches would keep the network in eval mode.
         with closing(self._batches(view, likelihood, data, generator)) as batches, few_threads(small):
             history = train(
                 Objective(process, likelihood, self.alpha, num_data, copies, draws),
