@@ -188,11 +188,9 @@ def test_labels_that_are_words_are_refused() -> None:
         classification().fit([(inputs(2), ["cat", "dog"])])
 
 
-@pytest.mark.parametrize("outputs", [torch.zeros(N, 1), torch.zeros(N), torch.zeros(N, 3, 2)])
-def test_logits_that_are_not_one_row_of_classes_are_refused(outputs: Tensor) -> None:
-    shape = re.escape(str(tuple(outputs.shape)))
-    with pytest.raises(DataError, match=rf"logits of shape \(N, classes\) with at least 2 .*got {shape}.*\[0, z\]"):
-        FMGP(None, "classification", **QUICK).fit(Outputs(outputs, labels()))
+def test_logits_that_are_not_one_row_of_classes_are_refused() -> None:
+    with pytest.raises(DataError, match=r"logits of shape \(N, classes\) with at least 2 .*got \(30, 3, 2\)"):
+        FMGP(None, "classification", **QUICK).fit(Outputs(torch.zeros(N, 3, 2), labels()))
 
 
 # Regression targets.

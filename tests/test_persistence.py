@@ -135,6 +135,7 @@ def test_file_holds_neither_paths_nor_times(tmp_path: Path, monkeypatch: pytest.
         "method",
         "network",
         "options",
+        "outputs_are",
         "version",
         "width",
     ]
@@ -255,7 +256,7 @@ def test_unknown_option_of_load_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_file_at_all_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match=r"Expected a saved fmgp head, found no file at .*nowhere"):
+    with pytest.raises(FileError, match=r"Expected a saved head, found no file at .*nowhere"):
         FMGP.load(tmp_path / "nowhere")
     with pytest.raises(FileError, match="found no file"):
         FMGP.load(tmp_path)
@@ -281,7 +282,9 @@ def test_truncated_file_is_refused(keep: int, tmp_path: Path) -> None:
 def test_safetensors_of_another_origin_are_refused(metadata: dict[str, str] | None, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.zeros(3)}, path, metadata)
-    with pytest.raises(FileError, match=r"written by posthoc's save\(\), found a safetensors file of another origin"):
+    with pytest.raises(
+        FileError, match="Expected a head that posthoc saved, found a safetensors file of another origin"
+    ):
         FMGP.load(path)
 
 

@@ -6,7 +6,6 @@ import copy
 import io
 import math
 from contextlib import redirect_stderr
-from itertools import repeat
 from typing import Any
 
 import pytest
@@ -222,13 +221,25 @@ def test_outputs_of_the_user_are_not_changed() -> None:
 # Early stopping, on the loop itself: one parameter, pushed up by lr at every step.
 
 
+class Nothing:
+    """Batches for an objective that does not look at them."""
+
+    ahead, fixed, weight = 2, True, 1.0
+
+    def block(self, step: int, count: int) -> Nothing:
+        return self
+
+    def map(self, change: Any) -> Nothing:
+        return self
+
+
 def climb(scores: list[float], **options: Any) -> tuple[float, History]:
     """Trains one parameter p upwards while the validation score runs through a list."""
     parameter = nn.Parameter(torch.zeros(()))
     history = train(
         lambda batch: -parameter,
         [parameter],
-        repeat(None),
+        Nothing(),
         Training(lr=1.0, **options),
         score=iter(scores).__next__,
     )
@@ -313,7 +324,7 @@ def test_loss_that_is_not_finite_raises(loss: float) -> None:
 
     expected = rf"The loss became {loss} at step 3 of 9\. Lower the learning rate \(it is 0\.5\)"
     with pytest.raises(TrainingError, match=expected):
-        train(objective, [parameter], repeat(None), Training(steps=9, lr=0.5))
+        train(objective, [parameter], Nothing(), Training(steps=9, lr=0.5))
 
 
 def test_fit_that_diverges_raises_and_leaves_the_method_unfitted() -> None:

@@ -16,13 +16,16 @@ from posthoc.errors import (
 from posthoc.fmgp import FMGP
 from posthoc.kernels import RBF, Constant, Linear, Matern, White
 from posthoc.likelihoods import Categorical, Gaussian
+from posthoc.methods import MAP, Temperature, load
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive
+from posthoc.storage import open_outputs, save_outputs
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FMGP",
+    "MAP",
     "RBF",
     "Categorical",
     "Constant",
@@ -40,8 +43,12 @@ __all__ = [
     "PosthocError",
     "PosthocWarning",
     "Predictive",
+    "Temperature",
     "TrainingError",
     "White",
     "WrongTaskError",
     "__version__",
+    "load",
+    "open_outputs",
+    "save_outputs",
 ]

@@ -1,10 +1,14 @@
-"""Files that are whole or not there: safetensors with a versioned JSON config inside, written atomically."""
+"""Files that are whole or not there: safetensors with a versioned JSON config inside, written atomically; locks."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
+import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +16,24 @@ from typing import Any
 
 from torch import Tensor
 
-from posthoc.errors import FileError
+from posthoc.errors import FileError, PosthocWarning
 
-__all__ = ["atomic_path", "check_shapes", "read_head", "require_writable", "write_head"]
+__all__ = [
+    "atomic_folder",
+    "atomic_path",
+    "check_shapes",
+    "lock",
+    "read_head",
+    "read_tensors",
+    "require_folder",
+    "require_writable",
+    "sync_folder",
+    "write_head",
+    "write_tensors",
+    "writing",
+]
 
-FORMAT = "posthoc-head"
+HEAD = "posthoc-head"
 VERSION = 1
 UMASK = os.umask(0o022)
 os.umask(UMASK)  # it can only be read by setting it: once, here, before there are threads
@@ -36,6 +53,22 @@ def require_writable(path: str | os.PathLike[str]) -> Path:
     return target
 
 
+def require_folder(path: str | os.PathLike[str]) -> Path:
+    """A folder that can be written to, made if it is not there."""
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise FileError(f"Expected a folder, found a file: {folder}.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(
+            f"Expected a folder that can be made, found that {folder} cannot be ({error.strerror})."
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise FileError(f"Expected a folder that can be written to, found one that cannot: {folder}.")
+    return folder
+
+
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary path beside `path`, moved onto it at the end; on an error `path` stays as it was."""
@@ -52,24 +85,135 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_head(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """The path of a folder to make beside `path`, moved into its place at the end; on an error `path` stays as it
+    was."""
+    target = Path(path)
+    if not target.is_dir():
+        require_writable(target)
+    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    new, old = beside / "new", beside / "old"
+    try:
+        yield new
+        replaces = target.is_dir()  # a folder cannot be renamed onto one that is not empty
+        if replaces:
+            os.replace(target, old)
+        try:
+            os.replace(new, target)
+        except OSError:
+            if replaces:
+                os.replace(old, target)
+            raise
+        sync_folder(target.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk, where the system can."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str], then: str) -> Iterator[None]:
+    """Tells what the system refuses inside (a full disk, no permission) as a `FileError` that says what to do then."""
+    try:
+        yield
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(f"Expected to write {path}, found that it cannot be ({error}). {then}") from error
+
+
+HELD: set[int] = set()
+"""The lock files this process has open."""
+
+
+@contextmanager
+def lock(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Holds a lock file against every other writer. The system lets it go when the process ends, however it ends; the
+    file itself stays."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    HELD.add(handle)
+    try:
+        try:
+            seize(handle)
+        except BlockingIOError as error:
+            raise FileError(
+                f"Expected to be the only one writing to {Path(path).parent}, found another who does: wait until it "
+                "has ended, or write elsewhere."
+            ) from error
+        yield
+    finally:
+        if handle in HELD:
+            HELD.remove(handle)
+            os.close(handle)
+
+
+def seize(handle: int) -> None:
+    """Locks an open file for this process alone, or raises BlockingIOError at once."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        try:
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        except OSError as error:
+            raise BlockingIOError(*error.args) from error
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        warnings.warn(
+            "This file system has no locks: see to it that only one process writes to the folder.",
+            PosthocWarning,
+            stacklevel=4,
+        )
+
+
+def release_in_child() -> None:
+    # A lock lives as long as any copy of its handle: the workers of a killed process must not keep it.
+    for handle in HELD:
+        os.close(handle)
+    HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=release_in_child)
+
+
+def write_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], format: str, config: Mapping[str, Any]
+) -> None:
     """Writes tensors and config; equal contents give equal bytes."""
     from safetensors.torch import save_file
 
-    document = {"format": FORMAT, "version": VERSION, **config}
+    document = {"format": format, "version": VERSION, **config}
     # One metadata key: the order of several would not be fixed.
     metadata = {"posthoc": json.dumps(document, sort_keys=True)}
     with atomic_path(path) as temporary:
         save_file({k: v.detach().cpu().contiguous().clone() for k, v in sorted(tensors.items())}, temporary, metadata)
 
 
-def read_head(path: str | os.PathLike[str], method: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and config of a file that `write_head` wrote for this method."""
+def read_tensors(path: str | os.PathLike[str], format: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and config of a file that `write_tensors` wrote in this format."""
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
     if not path.is_file():
-        raise FileError(f"Expected a saved {method} head, found no file at {path}.")
+        raise FileError(f"Expected a saved {format.removeprefix('posthoc-')}, found no file at {path}.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -83,19 +227,29 @@ def read_head(path: str | os.PathLike[str], method: str) -> tuple[dict[str, Tens
         config = json.loads(metadata["posthoc"])
     except (KeyError, ValueError):
         config = None
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise FileError(
-            f"Expected a file written by posthoc's save(), found a safetensors file of another origin: {path}."
-        )
+    if not isinstance(config, dict) or config.get("format") != format:
+        what = format.removeprefix("posthoc-")
+        raise FileError(f"Expected a {what} that posthoc saved, found a safetensors file of another origin: {path}.")
     if config.get("version") != VERSION:
         raise FileError(
             f"Expected format version {VERSION}, found {config.get('version')} in {path}: "
             "load it with the posthoc that wrote it, or fit and save again with this one."
         )
-    if missing := {"method", "options", "likelihood", "layer", "width", "network"} - config.keys():
+    return tensors, config
+
+
+def write_head(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Writes a fitted head."""
+    write_tensors(path, tensors, HEAD, config)
+
+
+def read_head(path: str | os.PathLike[str], method: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and config of a file that `write_head` wrote, for this method unless for any."""
+    tensors, config = read_tensors(path, HEAD)
+    if missing := {"method", "options", "likelihood", "layer", "outputs_are", "width", "network"} - config.keys():
         names = ", ".join(sorted(missing))
         raise FileError(f"Expected a config with {names}, found none in {path}: the file was changed; save it again.")
-    if config["method"] != method:
+    if method is not None and config["method"] != method:
         raise FileError(f"Expected a head of method {method!r}, found one of {config['method']!r} in {path}.")
     return tensors, config
 

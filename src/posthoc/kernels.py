@@ -33,6 +33,7 @@ __all__ = [
     "Sum",
     "White",
     "as_kernel",
+    "describe",
     "gram",
     "kernel_from_spec",
 ]
@@ -69,6 +70,13 @@ class Kernel(nn.Module, ABC):
     @abstractmethod
     def spec(self) -> dict[str, Any]:
         """What `kernel_from_spec` needs to build it again, parameters aside."""
+
+    def joint(self, x: Points, z: Points) -> tuple[Tensor, Tensor]:  # (N, M) and (M, M)
+        """The covariance of x with z and, with its diagonal as `gram` has it, that among z: in one evaluation."""
+        k = self({space: torch.cat([x[space], block]) for space, block in z.items()}, z)
+        m = k.shape[1]
+        k_xz, kzz = k.split([len(k) - m, m])
+        return k_xz, gram(self, z, kzz)
 
     def __add__(self, other: Kernel) -> Kernel:
         return Sum(self, as_kernel(other))
@@ -147,41 +155,57 @@ class RBF(_Stationary):
     """amplitude · exp(-½ Σ_j (x_j - x'_j)² / l_j²). The paper prints l_j where we, as usual, square it."""
 
     def forward(self, a: Points, b: Points) -> Tensor:
+        return self._evaluate(a, b, among=False)
+
+    def joint(self, x: Points, z: Points) -> tuple[Tensor, Tensor]:
+        return self._evaluate(x, z, among=True)
+
+    def _evaluate(self, a: Points, b: Points, *, among: bool) -> Any:
         blocks = self.block(a), self.block(b)
-        return _RBF.apply(*blocks, self.log_lengthscale, self.log_amplitude)  # type: ignore[no-untyped-call]
+        return _RBF.apply(*blocks, self.log_lengthscale, self.log_amplitude, among)  # type: ignore[no-untyped-call]
 
     def spec(self) -> dict[str, Any]:
         return {"type": "rbf", "on": self.on}
 
 
 class _RBF(torch.autograd.Function):
-    """The RBF kernel with its backward pass written out, where autograd would keep and revisit six N x M tensors.
+    """The RBF kernel between the rows of a and b (and `among` those of b, which then stand below a's), with its
+    backward pass written out, where autograd would keep and revisit a dozen tensors.
 
-    With P = K̄ ∘ K: x̄ = P y - (P 1) x in scaled coordinates, ȳ = Pᵀ x - (Pᵀ 1) y, and Σ_i x_i x̄_i + Σ_j y_j ȳ_j is minus
-    the gradient of log l.
+    In scaled coordinates x and y, with P = K̄ ∘ K: x̄ = P y - (P 1) x and ȳ = Pᵀ x - (Pᵀ 1) y, and Σ_i x_i x̄_i +
+    Σ_j y_j ȳ_j is minus the gradient of log l.
     """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, log_lengthscale: Tensor, log_amplitude: Tensor) -> Tensor:
-        inverse, origin = (-log_lengthscale).exp(), b[:1]
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, log_lengthscale: Tensor, log_amplitude: Tensor, among: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        inverse, n = (-log_lengthscale).exp(), len(a)
         # Products lose digits far from the origin; distances do not depend on where it is.
-        x, y = torch.sub(a, origin).mul_(inverse), torch.sub(b, origin).mul_(inverse)
+        x = torch.cat([a, b]).sub_(b[:1]).mul_(inverse)
+        half = x.square().sum(-1, keepdim=True).mul_(-0.5)
+        y, half_y = x[n:], half[n:].mT
+        if not among:
+            x, half = x[:n], half[:n]
         # -½|x - y|² = x·y - ½|x|² - ½|y|², with the amplitude in the exponent
-        k = torch.addmm(x.square().sum(-1, keepdim=True), x, y.mT, beta=-0.5)
-        k.add_(torch.sub(log_amplitude, y.square().sum(-1), alpha=0.5)).clamp_max_(log_amplitude).exp_()
+        k = torch.addmm(half, x, y.mT).add_(half_y + log_amplitude).clamp_max_(log_amplitude).exp_()
         ctx.save_for_backward(x, y, k, inverse)
-        return k
+        ctx.among = among
+        return (k[:n], k[n:]) if among else k
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         x, y, k, inverse = ctx.saved_tensors
-        p = grad * k
+        p = torch.cat(grads).mul_(k)
         rows = p.sum(-1, keepdim=True)
         x_grad = (p @ y).addcmul_(rows, x, value=-1)
         y_grad = (p.mT @ x).addcmul_(p.sum(0)[:, None], y, value=-1)
         scale_grad = (x * x_grad).sum(0).add_((y * y_grad).sum(0)).neg_()
-        return x_grad.mul_(inverse), y_grad.mul_(inverse), scale_grad, rows.sum()
+        if ctx.among:
+            x_grad, below = x_grad.split([len(x) - len(y), len(y)])
+            y_grad += below
+        return x_grad * inverse, y_grad * inverse, scale_grad, rows.sum(), None
 
 
 class Matern(_Stationary):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from posthoc.checks import choice, class_labels, integer, regression_targets
 from posthoc.errors import DataError, OptionError
@@ -30,6 +31,8 @@ class Likelihood(nn.Module, ABC):
     """One task: its parameters, its units, its energy and its predictive."""
 
     task: str
+    draws = False
+    """Whether its energy is estimated from draws."""
 
     @abstractmethod
     def check_alpha(self, alpha: float) -> None:
@@ -162,6 +165,7 @@ class Categorical(Likelihood):
         if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
             raise OptionError(f"Expected a positive temperature, or None to learn it, got {temperature}.")
         self.fixed_temperature, self.training_form, self.prediction_form = temperature, training, prediction
+        self.draws = training == "monte_carlo"
         self.samples, self.seed = integer("samples", samples, 1), integer("seed", seed, 0)
         start = torch.tensor(math.log(temperature or 1.0), dtype=torch.float64)
         self.log_temperature = nn.Parameter(start, requires_grad=temperature is None)
@@ -245,14 +249,31 @@ def gaussian_energy(
 ) -> Tensor:  # (N, C)
     """(1/α) log E[N(y | f, σ²)^α] in closed form (paper, appendix A.2), its exact limit at α = 0."""
     total = noise + (variance if alpha == 1.0 else alpha * variance)
-    fit = residual.square() / total
     if alpha == 1.0:  # log N(y | g, σ² + v), written so that σ² → 0 does no harm
-        log_part = total.log()
-    elif alpha == 0.0:  # (1/α) log(1 + αv/σ²) → v/σ²
+        return _GaussianLogProb.apply(residual, total)  # type: ignore[no-untyped-call]
+    if alpha == 0.0:  # (1/α) log(1 + αv/σ²) → v/σ²
         log_part = noise.log() + variance / noise
     else:
         log_part = noise.log() + torch.log1p(alpha * variance / noise) / alpha
-    return -0.5 * (log_part + fit + math.log(2.0 * math.pi))
+    return -0.5 * (log_part + residual.square() / total + math.log(2.0 * math.pi))
+
+
+class _GaussianLogProb(torch.autograd.Function):
+    """log N(r | 0, t) with its backward pass in one node: these vectors are so short that each node counts."""
+
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, total: Tensor) -> Tensor:
+        fit = residual.square().div_(total)
+        ctx.save_for_backward(residual, total, fit)
+        return total.log().add_(fit).add_(math.log(2.0 * math.pi)).mul_(-0.5)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        residual, total, fit = ctx.saved_tensors
+        share = grad / total
+        residual_grad = residual * share.neg() if ctx.needs_input_grad[0] else None
+        return residual_grad, (fit - 1.0).mul_(share).mul_(0.5)
 
 
 def pairwise(mean: Tensor, latent: Latent, temperature: Tensor) -> Tensor:

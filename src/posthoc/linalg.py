@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
@@ -19,8 +20,11 @@ def cholesky(
     matrix: Tensor,  # (..., M, M), symmetric
     name: str = "the matrix",
 ) -> Tensor:
-    """The lower Cholesky factor; jitter grows with a warning, then `NotPSDError` is raised."""
+    """The lower Cholesky factor; jitter grows with a warning, then `NotPSDError` is raised. Inside a CUDA graph, which
+    cannot look at what it computed, a failed factor is NaN instead."""
     factor, info = torch.linalg.cholesky_ex(matrix)
+    if matrix.is_cuda and torch.cuda.is_current_stream_capturing():
+        return torch.where(info[..., None, None] == 0, factor, math.nan)
     if not info.any():
         return factor
     if not matrix.isfinite().all():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,17 +16,34 @@ from torch import Tensor, nn
 
 from posthoc.backbone import Backbone, fingerprint
 from posthoc.batches import is_array, is_arrays, iterate
-from posthoc.checks import integer
-from posthoc.errors import DataError, FileError, NotFittedError, PosthocWarning
+from posthoc.checks import choice, integer
+from posthoc.errors import DataError, FileError, NotFittedError, OptionError, PosthocWarning
 from posthoc.files import read_head, write_head
 from posthoc.likelihoods import Likelihood, make_likelihood
+from posthoc.logits import KINDS, as_logits
 from posthoc.outputs import Outputs, collect, join
 from posthoc.predictive import Predictive
+from posthoc.training import Checkpoint
 
-__all__ = ["Method"]
+__all__ = ["Job", "Method", "first_values"]
 
 CHUNK = 1024
-"""Rows predicted at a time, unless a method says otherwise, and rows of a dataset run at a time."""
+"""Rows predicted at a time, and rows of a dataset run at a time,"""
+AT_ONCE = 2**21
+"""but no more than so many outputs at a time: 16 MB for each tensor of their size."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What there is to fit."""
+
+    train: Outputs
+    val: Outputs | None
+    num_data: int
+    """How many points `train` stands for."""
+    data: Any
+    """What `train` was collected from."""
+    checkpoint: Checkpoint | None
 
 
 class Method(ABC):
@@ -35,6 +54,7 @@ class Method(ABC):
     """
 
     name: ClassVar[str]
+    tasks: ClassVar[tuple[str, ...]] = ("regression", "classification")
 
     def __init__(
         self,
@@ -42,9 +62,14 @@ class Method(ABC):
         likelihood: str | Likelihood,
         *,
         layer: str | None = None,
+        outputs_are: str = "logits",
         device: str | torch.device | None = None,
     ) -> None:
         self._likelihood = make_likelihood(likelihood)
+        if self._likelihood.task not in self.tasks:
+            raise OptionError(f"{self.name} is for {' and '.join(self.tasks)}, not for {self._likelihood.task}.")
+        choice("outputs_are", outputs_are, KINDS)
+        self.outputs_are = outputs_are
         self.device = torch.device(device) if device is not None else None
         self.layer = layer
         self.backbone = Backbone(model, layer, self.device) if model is not None else None
@@ -61,16 +86,33 @@ class Method(ABC):
         """Whether there is anything to predict with."""
         return self._width is not None
 
-    def fit(self, data: Any, *, val: Any = None, num_data: int | None = None) -> Self:
-        """Fits on data the network has not memorised: a DataLoader of (x, y) or mappings, a pair of arrays, or
-        `Outputs`. `val` is for early stopping; `num_data` is the number of points that `data` stands for, if not
-        its own."""
+    def fit(
+        self,
+        data: Any,
+        *,
+        val: Any = None,
+        num_data: int | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every: int = 200,
+        resume: bool = False,
+    ) -> Self:
+        """Fits on data the network has not memorised: a DataLoader of (x, y) or mappings, a pair of arrays, `Outputs`,
+        or the path of a file of them. `val` is for early stopping; `num_data` is the number of points that `data`
+        stands for, if not its own. `checkpoint` names a folder where the state is written every `checkpoint_every`
+        steps; with `resume` a fit that was killed goes on from there to exactly the numbers it would have had."""
         num_data = integer("num_data", num_data, 1) if num_data is not None else None
+        if resume and checkpoint is None:
+            raise OptionError("resume=True goes on from a checkpoint: name its folder with checkpoint=....")
         self._check_data(data)
-        with torch.inference_mode(False), torch.enable_grad():
-            return self._fit_checked(data, val, num_data)
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            place = Checkpoint(checkpoint, every=checkpoint_every, resume=resume) if checkpoint is not None else None
+            if place is not None:
+                stack.enter_context(place.claimed())
+            return self._fit_checked(data, val, num_data, place)
 
-    def _fit_checked(self, data: Any, val: Any, num_data: int | None) -> Self:
+    def _fit_checked(self, data: Any, val: Any, num_data: int | None, checkpoint: Checkpoint | None) -> Self:
         train = self._outputs(data, targets=True)
         held_out = self._outputs(val, targets=True) if val is not None else None
         if held_out is not None:
@@ -83,22 +125,41 @@ class Method(ABC):
                 stacklevel=3,
             )
         mark = fingerprint(self.backbone.module) if self.backbone else None
-        self._fit(train, held_out, num_data or len(train), data)
+        if checkpoint is not None:
+            checkpoint.of(
+                {
+                    "method": self.name,
+                    "options": self._recipe(),
+                    "likelihood": {**self._likelihood.spec(), "start": first_values(self._likelihood)},
+                    "data": train.digest(),
+                    "val": held_out.digest() if held_out is not None else None,
+                    "num_data": num_data or len(train),
+                    "network": mark,
+                }
+            )
+        self._fit(Job(train, held_out, num_data or len(train), data, checkpoint))
         self._width, self._fingerprint = tuple(train.outputs.shape[1:]), mark
         return self
 
-    @torch.no_grad()
     def predict(self, data: Any, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of a batch (a tensor, an array or a mapping, run as one), of the batches of a
-        loader (streamed), or of `Outputs`. `covariance=True` adds the covariance across outputs."""
-        self._require_fitted("predict")
-        predict, size = self._predictor(covariance=covariance), self._rows_at_once()
+        loader (streamed), of `Outputs`, or of a file of them. `covariance=True` adds the covariance across outputs."""
         # Closed whatever happens: a suspended stream would keep the network in eval mode.
-        with closing(self._stream(data)) as stream:
-            parts = [predict(part[at : at + size]) for part in stream for at in range(0, len(part), size)]
+        with closing(self.stream(data, covariance=covariance)) as stream:
+            parts = list(stream)
         if not parts:
             raise DataError("Expected at least one data point to predict, got none: the loader is empty.")
         return type(parts[0]).cat(parts)
+
+    @torch.no_grad()
+    def stream(self, data: Any, *, covariance: bool = False) -> Generator[Predictive]:
+        """As `predict`, some rows at a time and in order, for more data than fit into memory."""
+        self._require_fitted("predict")
+        predict, size = self._predictor(covariance=covariance), self._rows_at_once()
+        with closing(self._stream(data)) as stream:
+            for part in stream:
+                for start in range(0, len(part), size):
+                    yield predict(part[start : start + size])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the fitted head (not the network) as safetensors, whole or not at all. Inducing points may be rows
@@ -109,6 +170,7 @@ class Method(ABC):
             "options": self._options(),
             "likelihood": self._likelihood.spec(),
             "layer": self.layer,
+            "outputs_are": self.outputs_are,
             "width": self._width,
             "network": self._fingerprint,
         }
@@ -140,15 +202,19 @@ class Method(ABC):
                 f"Expected a config that this version can read, found one in {path} that it cannot ({error!r}): "
                 "the file was changed; save it again."
             ) from error
-        method._fingerprint = config["network"]
+        method._fingerprint, method.outputs_are = config["network"], config["outputs_are"]
         return method
 
     def _check_data(self, data: Any) -> None:  # noqa: B027 (most methods take anything)
         """Refuses, before the predictor is run over them, data that this method cannot be fitted on."""
 
     @abstractmethod
-    def _fit(self, train: Outputs, val: Outputs | None, num_data: int, data: Any) -> None:
-        """Fits; leaves everything as it was if it fails. `data` is what `train` was collected from."""
+    def _fit(self, job: Job) -> None:
+        """Fits; leaves everything as it was if it fails."""
+
+    def _recipe(self) -> dict[str, Any]:
+        """The options that decide the numbers of a fit, for a checkpoint to be recognised by."""
+        return {}
 
     @abstractmethod
     def _predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
@@ -156,7 +222,8 @@ class Method(ABC):
 
     def _rows_at_once(self) -> int:
         """How many rows to predict at a time."""
-        return CHUNK
+        assert self._width is not None
+        return max(1, min(CHUNK, AT_ONCE // math.prod(self._width)))
 
     @abstractmethod
     def _tensors(self) -> dict[str, Tensor]: ...
@@ -195,6 +262,7 @@ class Method(ABC):
 
     def _outputs(self, data: Any, *, targets: bool) -> Outputs:
         """Data as checked outputs, the predictor run once over it where it must be."""
+        data = opened(data)
         if isinstance(data, Outputs):
             outputs = data
         else:
@@ -202,7 +270,15 @@ class Method(ABC):
             outputs = collect(self._require_backbone(data), data, features=features, inputs=inputs)
         if not len(outputs):
             raise DataError("Expected at least one data point, got none.")
-        return self._checked(outputs, targets=targets)
+        return self._checked(self._as_logits(outputs), targets=targets)
+
+    def _as_logits(self, outputs: Outputs) -> Outputs:
+        """A classifier's outputs as logits, be they probabilities or a single logit for two classes."""
+        said = outputs.outputs
+        plain = self.outputs_are == "logits" and said.shape[1:].numel() > 1
+        if self._likelihood.task != "classification" or plain:
+            return outputs
+        return outputs.with_outputs(as_logits(said, self.outputs_are))
 
     def _checked(self, outputs: Outputs, *, targets: bool) -> Outputs:
         self._likelihood.check_outputs(outputs.outputs)
@@ -210,8 +286,7 @@ class Method(ABC):
             return outputs
         if outputs.targets is None:
             raise DataError("Expected targets to fit on: batches (x, y), mappings with labels, Outputs with targets.")
-        fitting = self._likelihood.check_targets(outputs.targets, outputs.outputs)
-        return Outputs(outputs.outputs, fitting, outputs.features, outputs.inputs)
+        return outputs.with_targets(self._likelihood.check_targets(outputs.targets, outputs.outputs))
 
     def _check_width(self, outputs: Outputs, width: tuple[int, ...]) -> None:
         found = tuple(outputs.outputs.shape[1:])
@@ -219,6 +294,7 @@ class Method(ABC):
             raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}.")
 
     def _stream(self, data: Any) -> Generator[Outputs]:
+        data = opened(data)
         if isinstance(data, Outputs):
             yield self._fitting(data)
             return
@@ -237,5 +313,20 @@ class Method(ABC):
 
     def _fitting(self, outputs: Outputs) -> Outputs:
         assert self._width is not None
+        outputs = self._as_logits(outputs)
         self._check_width(outputs, self._width)
         return self._checked(outputs, targets=False)
+
+
+def first_values(part: nn.Module) -> dict[str, Any]:
+    """Where a part's parameters start, and whether they move."""
+    return {name: [p.tolist(), "learnt" if p.requires_grad else "fixed"] for name, p in part.named_parameters()}
+
+
+def opened(data: Any) -> Any:
+    """Data as they are, or the outputs in the file whose path was given."""
+    if not isinstance(data, str | os.PathLike):
+        return data
+    from posthoc.storage import open_outputs
+
+    return open_outputs(data)

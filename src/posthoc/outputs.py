@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,6 +16,9 @@ from posthoc.checks import as_rows, require_finite
 from posthoc.errors import DataError
 
 __all__ = ["Outputs", "collect"]
+
+HASHED_WHOLE, HASHED_ROWS = 2**30, 2**16
+"""Up to so many bytes all rows are hashed; beyond, so many of them, evenly spaced."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +52,14 @@ class Outputs:
         if not self.outputs.is_floating_point():
             raise DataError(f"Expected real-valued outputs, got {self.outputs.dtype}.")
 
+    @classmethod
+    def trusted(cls, **parts: Tensor | None) -> Outputs:
+        """Outputs of tensors that were checked before, such as those of a mapped file: their values are not read."""
+        outputs = object.__new__(cls)
+        for field in fields(cls):
+            object.__setattr__(outputs, field.name, parts.get(field.name))
+        return outputs
+
     def __len__(self) -> int:
         return len(self.outputs)
 
@@ -63,8 +75,46 @@ class Outputs:
         return block.flatten(1) if block.ndim > 2 else block[:, None]
 
     def to(self, device: torch.device) -> Outputs:
-        """A copy on another device."""
-        return self._map(lambda part: part.to(device))
+        """The same on a device."""
+        return self._map(lambda part: part.to(device, non_blocking=part.is_pinned()))
+
+    def pinned(self) -> Outputs:
+        """A copy in memory that a GPU reads from without the processor's help."""
+        return self._map(lambda part: part.pin_memory())
+
+    def spread(self, most: int) -> Outputs:
+        """At most so many rows, evenly spaced over all: enough to take units from, however many there are."""
+        return self if len(self) <= most else self[:: -(-len(self) // most)]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all of it."""
+        parts = (getattr(self, field.name) for field in fields(self))
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    def digest(self) -> dict[str, Any]:
+        """What tells these outputs from others: shapes and a hash of the values, or of some of very many rows."""
+        rows = self if self.nbytes <= HASHED_WHOLE else self.spread(HASHED_ROWS)
+        hashed = hashlib.sha256()
+        shapes = {}
+        for field in fields(self):
+            part, some = getattr(self, field.name), getattr(rows, field.name)
+            if part is not None:
+                shapes[field.name] = [str(part.dtype), *part.shape]
+                hashed.update(some.detach().cpu().contiguous().view(torch.uint8).numpy())
+        return {**shapes, "sha256": hashed.hexdigest()}
+
+    def only(self, *names: str) -> Outputs:
+        """The same without features or inputs that nobody reads."""
+        return Outputs.trusted(**{name: getattr(self, name) for name in ("outputs", "targets", *names)})
+
+    def with_targets(self, targets: Tensor) -> Outputs:
+        """The same with these targets, which were checked elsewhere."""
+        return Outputs.trusted(**{**vars(self), "targets": targets})
+
+    def with_outputs(self, outputs: Tensor) -> Outputs:
+        """The same with these outputs, which were checked elsewhere."""
+        return Outputs.trusted(**{**vars(self), "outputs": outputs})
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
         changed = object.__new__(Outputs)  # what was checked once need not be checked again

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from typing import Any
 
 import typer
 
-from posthoc.cli import demo
-from posthoc.errors import PosthocError
+from posthoc.cli import collect, demo, evaluate, fit, predict
+from posthoc.errors import PosthocError, PosthocWarning
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(demo.demo)
+for command in (demo.demo, collect.collect, fit.fit, predict.predict, evaluate.evaluate):
+    app.command()(command)
 
 
 def print_version(wanted: bool) -> None:
@@ -32,7 +35,16 @@ def posthoc(
 
 
 def main() -> None:
-    """The `posthoc` command: errors we know become one line and exit code 1."""
+    """The `posthoc` command: errors we know become one line and exit code 1, warnings one line."""
+    plain = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, PosthocWarning):
+            typer.echo(f"posthoc: {message}", err=True)
+        else:
+            plain(message, category, *where, **more)
+
+    warnings.showwarning = show
     try:
         app()
     except PosthocError as error:

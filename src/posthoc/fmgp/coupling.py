@@ -40,7 +40,29 @@ class OutputCovariance(nn.Module):
         columns = factor @ factor[which].mT
         if diagonal is None:
             return columns
-        return columns.index_put((which, torch.arange(len(which), device=which.device)), diagonal[which], True)
+        return columns.scatter_add(0, which[None], diagonal[which][None])
+
+    def among(
+        self,
+        which: Tensor,  # (M,)
+    ) -> Tensor:  # (M, M)
+        """B between some outputs, any of which may be among them more than once."""
+        factor, diagonal = self.parts()
+        rows = factor[which]
+        between = rows @ rows.mT
+        return between if diagonal is None else between + diagonal[which] * (which[:, None] == which)
+
+    def difference(
+        self,
+        top: Tensor,  # (N,)
+    ) -> Tensor:  # (N, C)
+        """B_cc + B_tt - 2 B_ct for every output c, with one output t for each point."""
+        factor, diagonal = self.parts()
+        variance = self.diagonal()
+        between = factor[top] @ factor.mT
+        if diagonal is not None:
+            between = between.scatter_add(-1, top[:, None], diagonal[top][:, None])
+        return variance + variance[top][:, None] - 2.0 * between
 
     def diagonal(self) -> Tensor:  # (C,)
         """B_cc."""

@@ -51,7 +51,7 @@ def marginal_variance(
     w: Tensor,  # (M, M)
 ) -> Tensor:  # (N,)
     """K(x, x) - |W K(Z, x)|²: never above the prior's variance and never below zero."""
-    return (k_diag - (k_xz @ w.mT).square().sum(-1)).clamp_min(0.0)
+    return _MarginalVariance.apply(k_diag, k_xz, w)  # type: ignore[no-untyped-call]
 
 
 def output_covariance(
@@ -78,7 +78,8 @@ class _Correction(torch.autograd.Function):
     def forward(ctx: Any, chol: Tensor, kzz: Tensor) -> tuple[Tensor, Tensor]:
         identity = torch.eye(len(chol), dtype=chol.dtype, device=chol.device)
         r = cholesky(torch.addmm(identity, chol.mT, kzz @ chol), "H = I + LᵀKL")
-        w = torch.linalg.solve_triangular(r, chol.mT, upper=False)
+        # Wᵀ = L R⁻ᵀ: solved from the right, with an upper factor, it takes two thirds of the time
+        w = torch.linalg.solve_triangular(r.mT, chol, upper=True, left=False).mT
         wk = w @ kzz
         ctx.save_for_backward(r, w, wk)
         # log|H| = 2 Σ log R_mm, and M - tr H⁻¹ = tr(W K Wᵀ)
@@ -88,7 +89,26 @@ class _Correction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, w_grad: Tensor, kl_grad: Tensor) -> tuple[Tensor, Tensor]:
         r, w, wk = ctx.saved_tensors
-        d = (kl_grad * wk - w_grad) @ w.mT
+        d = (kl_grad * wk).sub_(w_grad) @ w.mT
         # L̄ᵀ = R⁻ᵀ (W̄ + D W K), since D is symmetric: a solve from the left, which two threads share well
         chol_grad = torch.linalg.solve_triangular(r.mT, torch.addmm(w_grad, d, wk), upper=True).mT
         return chol_grad, (w.mT @ d @ w).mul_(0.5)
+
+
+class _MarginalVariance(torch.autograd.Function):
+    """K(x, x) - |W K(Z, x)|² with its backward pass in one node, where autograd would take eight."""
+
+    @staticmethod
+    def forward(ctx: Any, k_diag: Tensor, k_xz: Tensor, w: Tensor) -> Tensor:
+        known = k_xz @ w.mT
+        variance = torch.sub(k_diag, torch.linalg.vecdot(known, known)).clamp_min_(0.0)
+        ctx.save_for_backward(variance, k_xz, known, w)
+        return variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        variance, k_xz, known, w = ctx.saved_tensors
+        grad = torch.where(variance > 0.0, grad, 0.0)
+        known_grad = known * (-2.0 * grad)[:, None]
+        return grad, known_grad @ w, known_grad.mT @ k_xz

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from typing import Any, Literal, Self, SupportsFloat, TypeVar
 
@@ -18,15 +19,15 @@ from posthoc.errors import DataError, FileError, LayerError, OptionError
 from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.head import Head
 from posthoc.fmgp.objective import Objective, TrainingBatch
-from posthoc.fmgp.points import Coordinates, PointView
+from posthoc.fmgp.points import Coordinates, DrawnBatches, FreshBatches, PointView
 from posthoc.fmgp.process import Process
 from posthoc.inducing import Inducing, given, kmeans, per_class, random_classes, random_points
-from posthoc.kernels import RBF, Kernel, as_kernel, kernel_from_spec
+from posthoc.kernels import RBF, Kernel, as_kernel, describe, kernel_from_spec
 from posthoc.likelihoods import Likelihood, make_likelihood
-from posthoc.method import Method
+from posthoc.method import Job, Method, first_values
 from posthoc.outputs import Outputs, join
 from posthoc.predictive import Predictive
-from posthoc.training import History, Training, few_threads, train
+from posthoc.training import History, Ranks, Source, Training, few_threads, train
 
 __all__ = ["FMGP"]
 
@@ -40,6 +41,14 @@ RANK = 8
 """The rank of B, by default, for more."""
 AT_ONCE = 2**24
 """Numbers in the largest tensor of a prediction, rows x outputs x inducing points: 128 MB."""
+TYPICAL = 2**16
+"""Rows that units are taken from."""
+PASSES = 20
+"""Multiplications' worth of work for each output of each point."""
+KEPT_AWAY = 2**30
+"""Outputs of more bytes stay in their file or in the host's memory, if a fit reads only some of them."""
+RECIPE = ("variance", "num_inducing", "alpha", "layer", "outputs_are", "standardize", "output_rank", "kl")
+"""Options that decide the numbers of a fit, beside those of training."""
 START = 1.0
 """L starts at so many times the identity, as in the paper; at zero it would stay."""
 
@@ -62,6 +71,7 @@ class FMGP(Method):
     output_rank: the rank of B; by default full for few outputs and 8 for many.
     kl: with a shared variance, "copies" counts the KL of every output's copy, "once" of one (a tempered posterior).
     cache: whether the network is run once over the data; False runs it at every step (for random augmentation).
+    outputs_are: what the classifier's outputs are: "logits", "log-probs" or "probs"; a single one is of class 1 of two.
     steps, batch_size, lr, seed, eval_every, patience, progress: see `posthoc.training.Training`.
     """
 
@@ -83,10 +93,11 @@ class FMGP(Method):
         output_rank: int | None = None,
         kl: Literal["copies", "once"] = "copies",
         cache: bool = True,
+        outputs_are: str = "logits",
         device: str | torch.device | None = None,
         **training: Any,
     ) -> None:
-        super().__init__(model, likelihood, layer=layer, device=device)
+        super().__init__(model, likelihood, layer=layer, outputs_are=outputs_are, device=device)
         if not isinstance(alpha, SupportsFloat) or not 0.0 <= float(alpha) <= 1.0:
             raise OptionError(f"Expected alpha from 0 (the ELBO) to 1, got {alpha!r}.")
         choice("variance", variance, ("auto", "per_output", "shared"))
@@ -129,34 +140,46 @@ class FMGP(Method):
         if not self.cache and isinstance(data, Iterator):
             raise DataError("cache=False reads the data again and again: give a DataLoader or arrays, not an iterator.")
 
-    def _fit(self, outputs: Outputs, val: Outputs | None, num_data: int, data: Any) -> None:
-        outputs, val = self._placed(outputs), self._placed(val) if val is not None else None
-        device = outputs.outputs.device
-        generator = torch.Generator().manual_seed(self.training.seed)
+    def _fit(self, job: Job) -> None:
+        ranks, seed, cached = Ranks(), self.training.seed, self.cache or isinstance(job.data, Outputs)
+        if not cached and (job.checkpoint is not None or not ranks.alone):
+            raise OptionError("Checkpoints and several processes need the outputs cached: leave cache=True.")
+        device = self._home(job.train)
+        generator = torch.Generator().manual_seed(seed)
         # Everything is built beside what is there and takes its place at the end: a failed fit changes nothing.
         likelihood = copy.deepcopy(self._likelihood).to(device)
-        likelihood.start(outputs.outputs, known(outputs.targets))
+        typical = job.train.spread(TYPICAL).to(device)
+        likelihood.start(typical.outputs, known(typical.targets))
         kernel = copy.deepcopy(self._kernel).to(device)
-        coordinates = Coordinates.of(outputs, kernel, standardize=self.standardize)
+        coordinates = Coordinates.of(typical, kernel, standardize=self.standardize)
+        outputs = self._placed(job.train.only(*set(coordinates.spaces) - {"outputs"}), device)
         view = PointView(outputs, coordinates)
         kernel.start(view.sample(1000, generator), coordinates.default)
         process = self._process(kernel, view, outputs, generator)
         head = Head(process, coordinates, likelihood)
+        ranks.share(list(head.buffers()))
         copies = process.num_outputs if process.coupling is None and self.kl == "copies" else 1
-        draws = torch.Generator(device).manual_seed(self.training.seed)
-        m = len(process.l_raw)
-        small = m * m * max(m, self.training.batch_size) < SMALL and (self.cache or isinstance(data, Outputs))
-        # Closed whatever happens: suspended batches would keep the network in eval mode.
-        with closing(self._batches(view, likelihood, data, generator)) as batches, few_threads(small):
+        draws = torch.Generator(device).manual_seed(seed) if likelihood.draws else None
+        with ExitStack() as stack:
+            if cached:
+                source: Source = DrawnBatches(view, likelihood, self.training.batch_size, seed, ranks)
+            else:  # closed whatever happens: suspended batches would keep the network in eval mode
+                source = FreshBatches(stack.enter_context(closing(self._fresh(view, likelihood, job.data))))
+            stack.enter_context(few_threads(cached and self._small(process)))
             history = train(
-                Objective(process, likelihood, self.alpha, num_data, copies, draws),
+                Objective(process, likelihood, self.alpha, job.num_data, copies, draws),
                 head.parameters(),
-                batches,
+                source,
                 self.training,
-                score=validation_score(head, val) if val is not None else None,
+                score=validation_score(head, job.val) if job.val is not None else None,
+                generator=draws,
+                checkpoint=job.checkpoint,
             )
-        head.zero_grad(set_to_none=True)
         self.head, self.history = head, history
+
+    def _small(self, process: Process) -> bool:
+        m, batch = len(process.l_raw), self.training.batch_size
+        return max(m * m * max(m, batch), PASSES * batch * process.num_outputs) < SMALL
 
     def _process(self, kernel: Kernel, view: PointView, outputs: Outputs, generator: torch.Generator) -> Process:
         num_outputs = outputs.outputs[0].numel()
@@ -195,12 +218,8 @@ class FMGP(Method):
             )
         return classes
 
-    def _batches(
-        self, view: PointView, likelihood: Likelihood, data: Any, generator: torch.Generator
-    ) -> Generator[TrainingBatch]:
-        if self.cache or isinstance(data, Outputs):
-            yield from view.batches(likelihood, self.training.batch_size, generator)
-            return
+    def _fresh(self, view: PointView, likelihood: Likelihood, data: Any) -> Generator[TrainingBatch]:
+        """Batches from the network, run anew on what the loader gives."""
         features, inputs = self._needs(fitted=False)
         with self._require_backbone(data).running(features=features, inputs=inputs) as run:
             while True:
@@ -209,7 +228,7 @@ class FMGP(Method):
                     reading = run(batch)
                     seen += len(reading.outputs)
                     if len(reading.outputs):
-                        fresh = self._placed(self._checked(join([reading]), targets=True))
+                        fresh = self._checked(self._as_logits(join([reading])), targets=True)
                         yield PointView(fresh, view.coordinates).batch(likelihood, slice(None))
                 if not seen:
                     raise DataError("Expected data in every pass of the loader, got none in the last one.")
@@ -223,22 +242,34 @@ class FMGP(Method):
 
         def predict(outputs: Outputs) -> Predictive:
             home = outputs.outputs.device
-            predictive = head.predictive(outputs.to(head.device), w, covariance=dense)
+            read = outputs.only(*set(head.coordinates.spaces) - {"outputs"})
+            predictive = head.predictive(read.to(head.device), w, covariance=dense)
             return predictive if head.device == home else predictive.to(home)
 
         return predict
 
     def _rows_at_once(self) -> int:
         process = known(self.head).process
-        rows = super()._rows_at_once()
-        if process.coupling is None:
+        rows, coupling = super()._rows_at_once(), process.coupling
+        if coupling is None:
             return rows
-        return max(1, min(rows, AT_ONCE // (process.num_outputs * len(process.l_raw))))
+        width = (coupling.rank or process.num_outputs) * len(process.l_raw)
+        return max(1, min(rows, AT_ONCE // width))
 
-    def _placed(self, outputs: Outputs) -> Outputs:
-        """Outputs where the head lives: where they are, or on `device`; Apple's GPUs have no float64."""
+    def _home(self, outputs: Outputs) -> torch.device:
+        """Where the head lives: where the outputs are, or on `device`; Apple's GPUs have no float64."""
         device = self.device or outputs.outputs.device
-        return outputs.to(torch.device("cpu") if device.type == "mps" else device)
+        return torch.device("cpu") if device.type == "mps" else device
+
+    def _placed(self, outputs: Outputs, device: torch.device) -> Outputs:
+        """Outputs beside the head, unless they are too many for a GPU, or more than the fit will look at."""
+        if device.type == "cuda" and outputs.outputs.device.type == "cpu":
+            read = self.training.steps * self.training.batch_size
+            if outputs.nbytes > torch.cuda.mem_get_info(device)[0] // 2 or (
+                outputs.nbytes > KEPT_AWAY and read < len(outputs)
+            ):
+                return outputs
+        return outputs.to(device)
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
         if fitted:
@@ -253,13 +284,27 @@ class FMGP(Method):
                 )
         return "features" in spaces, "inputs" in spaces
 
+    def _recipe(self) -> dict[str, Any]:
+        given = None if isinstance(self.inducing, str) else {"inducing": digest_of(self.inducing)}
+        return {
+            "kernel": self._kernel.spec(),
+            "kernel_parts": [describe(part) for part in self._kernel.modules()],
+            "kernel_start": first_values(self._kernel),
+            "inducing": given or self.inducing,
+            "inducing_classes": None if self.inducing_classes is None else digest_of(self.inducing_classes),
+            **{name: getattr(self, name) for name in RECIPE},
+            **self._training(),
+        }
+
+    def _training(self) -> dict[str, Any]:
+        return {k: v for k, v in asdict(self.training).items() if k != "progress"}
+
     def _tensors(self) -> dict[str, Tensor]:
         return known(self.head).state_dict()
 
     def _options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"alpha": self.alpha, "kl": self.kl, "standardize": self.standardize}
-        training = {k: v for k, v in asdict(self.training).items() if k != "progress"}
-        return {**options, "training": training, "head": known(self.head).options()}
+        return {**options, "training": self._training(), "head": known(self.head).options()}
 
     @classmethod
     def _rebuild(
@@ -314,11 +359,19 @@ def validation_score(head: Head, val: Outputs) -> Callable[[], float]:
     def score() -> float:
         w, total = head.process.prepare(), 0.0
         for rows in torch.arange(len(val)).split(1024):
-            part = val[rows]
+            part = val[rows].to(head.device)
             total -= float(head.predictive(part, w).log_prob(part.targets).sum())
         return total / len(val)
 
     return score
+
+
+def digest_of(values: Any) -> dict[str, Any] | str:
+    """A short name for arrays that a user gave."""
+    if isinstance(values, Mapping):
+        return {name: digest_of(block) for name, block in sorted(values.items())}
+    tensor = torch.as_tensor(values).detach().cpu().double().contiguous()
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
 
 
 def known(value: T | None) -> T:

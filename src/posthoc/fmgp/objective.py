@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,11 @@ class TrainingBatch(NamedTuple):
     points: Points
     mean: Tensor
     target: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> TrainingBatch:
+        """The same with every tensor changed."""
+        points = {space: change(block) for space, block in self.points.items()}
+        return TrainingBatch(points, change(self.mean), change(self.target))
 
 
 @dataclass(frozen=True)

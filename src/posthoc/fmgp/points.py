@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from posthoc.errors import DataError
+from posthoc.errors import DataError, OptionError
 from posthoc.fmgp.objective import TrainingBatch
 from posthoc.kernels import Kernel
 from posthoc.likelihoods import Likelihood
 from posthoc.outputs import Outputs
+from posthoc.training import Ranks, drawn_rows, slice_of
 
-__all__ = ["Coordinates", "PointView"]
+__all__ = ["Coordinates", "DrawnBatches", "FreshBatches", "PointView"]
 
 AHEAD = 50
 """At most so many batches are read at once,"""
 VALUES_AHEAD = 2**20
-"""and at most so many numbers: 8 MB of float64."""
+"""and at most so many numbers (8 MB of float64), or eight times as many on a GPU, where a block costs a wait."""
 
 
 class Coordinates(nn.Module):
@@ -35,7 +37,8 @@ class Coordinates(nn.Module):
 
     @classmethod
     def of(cls, outputs: Outputs, kernel: Kernel, *, standardize: bool) -> Coordinates:
-        """The default block is the features if there are any, else the inputs, else the outputs themselves."""
+        """The default block is the features if there are any, else the inputs, else the outputs themselves. Units are
+        those of the rows given, which may be some of many."""
         present = [space for space in ("features", "inputs", "outputs") if outputs.space(space) is not None]
         wanted = {space or present[0] for space in kernel.spaces() or {None}}
         if missing := wanted - set(present):
@@ -53,6 +56,11 @@ class Coordinates(nn.Module):
                 coordinates.get_buffer(f"{space}_scale").copy_(scale)
         return coordinates
 
+    @property
+    def device(self) -> torch.device:
+        """Where the kernel is."""
+        return self.get_buffer(f"{self.spaces[0]}_location").device
+
     def width(self, space: str) -> int:
         return len(self.get_buffer(f"{space}_location"))
 
@@ -61,10 +69,10 @@ class Coordinates(nn.Module):
         standard = {}
         for space, block in blocks.items():
             location, scale = self.get_buffer(f"{space}_location"), self.get_buffer(f"{space}_scale")
-            standard[space] = (block.to(location) - location) / scale
+            standard[space] = (block.to(location.device).double() - location) / scale
         return standard
 
-    def points(self, outputs: Outputs, rows: Any = slice(None)) -> dict[str, Tensor]:
+    def points(self, outputs: Outputs) -> dict[str, Tensor]:
         """The coordinates of some rows."""
         blocks = {}
         for space in self.spaces:
@@ -73,12 +81,12 @@ class Coordinates(nn.Module):
                 raise DataError(f"Expected {space}, which the kernel looks at, got outputs without them.")
             if block.shape[1] != self.width(space):
                 raise DataError(f"Expected {space} of width {self.width(space)} as in fit, got {block.shape[1]}.")
-            blocks[space] = block[rows]
+            blocks[space] = block
         return self.standardise(blocks)
 
 
 class PointView:
-    """Outputs as the training loop sees them."""
+    """Outputs as the training loop sees them: wherever they are kept, a few rows at a time, on the head's device."""
 
     def __init__(self, outputs: Outputs, coordinates: Coordinates) -> None:
         self.outputs, self.coordinates = outputs, coordinates
@@ -87,7 +95,7 @@ class PointView:
         return len(self.outputs)
 
     def points(self, rows: Any) -> dict[str, Tensor]:
-        return self.coordinates.points(self.outputs, rows)
+        return self.coordinates.points(self.outputs[rows])
 
     def sample(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Up to n rows drawn at random."""
@@ -96,33 +104,80 @@ class PointView:
         return self.points(torch.randint(len(self), (n,), generator=generator))
 
     def batch(self, likelihood: Likelihood, rows: Any) -> TrainingBatch:
-        assert self.outputs.targets is not None
-        mean, target = likelihood.standardise(self.outputs.outputs[rows], self.outputs.targets[rows])
-        return TrainingBatch(self.points(rows), mean, target)
+        part = self.outputs[rows].to(self.coordinates.device)
+        assert part.targets is not None
+        mean, target = likelihood.standardise(part.outputs, part.targets)
+        return TrainingBatch(self.coordinates.points(part), mean, target)
 
-    def batches(self, likelihood: Likelihood, size: int, generator: torch.Generator) -> Iterator[TrainingBatch]:
-        """Endless batches of rows drawn with replacement (a step costs the same whatever N), or all rows if fewer."""
-        if size >= len(self):
-            everything = self.batch(likelihood, slice(None))
-            while True:
-                yield everything
-        # Many batches are read and standardised at once, and then handed out: one by one, that would take a tenth of
-        # the time of a step.
-        width = self.outputs.outputs[0].numel() + sum(map(self.coordinates.width, self.coordinates.spaces))
-        ahead = max(1, min(AHEAD, VALUES_AHEAD // (size * width)))
-        while True:
-            rows = torch.randint(len(self), (ahead * size,), generator=generator)
-            block = self.batch(likelihood, rows.to(self.outputs.outputs.device))
-            for start in range(0, ahead * size, size):
-                part = slice(start, start + size)
-                points = {space: values[part] for space, values in block.points.items()}
-                yield TrainingBatch(points, block.mean[part], block.target[part])
+
+class DrawnBatches:
+    """Batches of rows drawn with replacement, many read and standardised at once (one by one that would take a tenth
+    of the time of a step); or all rows, where there are no more than a batch holds."""
+
+    fixed = True
+
+    def __init__(self, view: PointView, likelihood: Likelihood, size: int, seed: int, ranks: Ranks) -> None:
+        self.view, self.likelihood, self.seed = view, likelihood, seed
+        self.size = min(size, len(view))
+        if self.size < ranks.count:
+            raise OptionError(f"Expected batches of at least one row a process, got {self.size} for {ranks.count}.")
+        self.part = slice_of(self.size, ranks)
+        self.weight = (self.part.stop - self.part.start) / self.size
+        coordinates = view.coordinates
+        width = view.outputs.outputs[0].numel() + sum(map(coordinates.width, coordinates.spaces))
+        most = VALUES_AHEAD if coordinates.device.type == "cpu" else 8 * VALUES_AHEAD
+        self.ahead = max(1, min(AHEAD, most // (self.size * width)))
+        self.everything: TrainingBatch | None = None
+        # A GPU need not wait for rows that are read from a file or from the host's memory.
+        away = view.outputs.outputs.device != coordinates.device
+        self.reader = Prefetch(self._read) if away else None
+
+    def block(self, step: int, count: int) -> TrainingBatch:
+        if self.size == len(self.view):
+            if self.everything is None:
+                self.everything = self.view.batch(self.likelihood, self.part)
+            return self.everything.map(lambda t: t.expand(count, *t.shape))
+        rows = self.reader(step, count) if self.reader else self._read(step, count)
+        block = PointView(rows, self.view.coordinates).batch(self.likelihood, slice(None))
+        return block.map(lambda t: t.unflatten(0, (count, -1)))
+
+    def _read(self, step: int, count: int) -> Outputs:
+        rows = drawn_rows(len(self.view), self.size, self.seed, step, count)[:, self.part].reshape(-1)
+        part = self.view.outputs[rows.to(self.view.outputs.outputs.device)]
+        return part.pinned() if self.reader else part
+
+
+class FreshBatches:
+    """Batches that are made as they are asked for, of whatever size they come."""
+
+    ahead, fixed, weight = 1, False, 1.0
+
+    def __init__(self, batches: Iterator[TrainingBatch]) -> None:
+        self.batches = batches
+
+    def block(self, step: int, count: int) -> TrainingBatch:
+        return next(self.batches).map(lambda t: t[None])
+
+
+class Prefetch:
+    """Calls a function of (step, count) for the next block while the present one is worked on."""
+
+    def __init__(self, read: Callable[[int, int], Outputs]) -> None:
+        self.read, self.pool = read, ThreadPoolExecutor(1)
+        self.next: tuple[tuple[int, int], Future[Outputs]] | None = None
+
+    def __call__(self, step: int, count: int) -> Outputs:
+        ready = self.next is not None and self.next[0] == (step, count)
+        result = self.next[1].result() if ready and self.next else self.read(step, count)
+        follows = (step + count, count)
+        self.next = (follows, self.pool.submit(self.read, *follows))
+        return result
 
 
 def location_and_scale(block: Tensor) -> tuple[Tensor, Tensor]:
     """Where coordinates lie and how far they spread; constant ones keep their unit."""
-    parts = block.split(65536)  # in float64, all of it at once might not fit
+    parts = block.split(4096)  # in float64, all of it at once might not fit
     location = sum(part.double().sum(0) for part in parts) / len(block)
     spread = (sum((part.double() - location).square().sum(0) for part in parts) / len(block)).sqrt()
-    largest = block.abs().amax(0).double()
+    largest = torch.stack([part.double().abs().amax(0) for part in parts]).amax(0)
     return location, torch.where(spread > 1e-12 * largest, spread, torch.ones_like(spread))

@@ -1,0 +1,110 @@
+"""Outputs coupled by B at each point: V(x) = B k(x, x) - UᵀU, where U's columns, U_c = W K(Z, (x, c)), are what the
+inducing points know of each output. Both classes here give the same V; they differ in what they write out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from posthoc.fmgp.coupling import OutputCovariance
+from posthoc.fmgp.covariance import output_covariance
+from posthoc.latent import Latent
+
+__all__ = ["CoupledLatent", "LowRankLatent"]
+
+
+class CoupledLatent(Latent):
+    """For few outputs: U is held, C x N x M numbers."""
+
+    def __init__(
+        self,
+        coupling: OutputCovariance,
+        k_diag: Tensor,  # (N,)
+        k_xz: Tensor,  # (N, M)
+        w: Tensor,  # (M, M)
+        present: Tensor,  # (J,), the outputs that own inducing points
+        sizes: list[int],  # how many each of them owns; their inducing points stand together
+    ) -> None:
+        self.coupling, self.k_diag = coupling, k_diag[:, None]
+        # U_c = Σ_j B_cj (Σ k(x, z_m) W_m over the inducing points of output j)
+        n, m, j = *k_xz.shape, len(sizes)
+        if sizes.count(sizes[0]) == j:
+            sums = k_xz.reshape(n, j, -1).transpose(0, 1) @ w.mT.reshape(j, -1, m)  # (J, N, M)
+        else:
+            groups = zip(k_xz.split(sizes, -1), w.mT.split(sizes), strict=True)
+            sums = torch.stack([k @ part for k, part in groups])
+        self.taken = (coupling.columns(present) @ sums.reshape(j, -1)).reshape(-1, n, m)  # (C, N, M)
+
+    @property
+    def variance(self) -> Tensor:
+        return (self.k_diag * self.coupling.diagonal() - self.taken.square().sum(-1).mT).clamp_min(0.0)
+
+    def covariance(self) -> Tensor:
+        return output_covariance(self.coupling.matrix(), self.k_diag.squeeze(-1), self.taken)
+
+    def difference(self, top: Tensor) -> Tensor:
+        known = self.taken - self.taken.gather(0, top[None, :, None].expand(1, *self.taken.shape[1:]))
+        prior = self.coupling.difference(top)
+        return (self.k_diag * prior - known.square().sum(-1).mT).clamp_min(0.0)
+
+
+class LowRankLatent(Latent):
+    """For many outputs, where B = F Fᵀ + diag(D) with F of few columns: nothing larger than N x C or N x r x M is held.
+
+    With K_x = diag(k(x, Z)), U_c = Q F_c + D_c s_c, where Q = W K_x F_Z is M x r and s_c sums k(x, z_m) W_m over the
+    inducing points that output c owns (for most outputs, none). So U_c·U_t needs only QᵀQ, Qᵀs_c and s_c·s_t.
+    """
+
+    def __init__(
+        self,
+        coupling: OutputCovariance,
+        k_diag: Tensor,  # (N,)
+        k_xz: Tensor,  # (N, M)
+        w: Tensor,  # (M, M)
+        z_class: Tensor,  # (M,), the output that owns each inducing point
+        present: Tensor,  # (J,), the outputs that own any
+    ) -> None:
+        self.coupling, self.k_diag, self.k_xz, self.w = coupling, k_diag[:, None], k_xz, w
+        self.z_class, self.present = z_class, present
+        factor, diagonal = coupling.parts()
+        assert diagonal is not None
+        self.factor, self.own = factor, diagonal  # F (C, r) and D (C,)
+        self.q = (k_xz[:, None, :] * factor[z_class].mT) @ w.mT  # (N, r, M), Qᵀ
+        self.gram = self.q @ self.q.mT  # (N, r, r), QᵀQ
+        self.qs = (self.q @ w) * k_xz[:, None, :]  # (N, r, M), to be summed over the inducing points of an output: Qᵀs
+        self.owner = (z_class[:, None] == present).to(k_xz)  # (M, J)
+
+    @property
+    def variance(self) -> Tensor:
+        return (self.k_diag * self.coupling.diagonal() - self._known()).clamp_min(0.0)
+
+    def covariance(self) -> Tensor:
+        classes = torch.arange(len(self.factor), device=self.k_xz.device)
+        b = self.factor[self.z_class] @ self.factor.mT + self.own * (self.z_class[:, None] == classes)  # (M, C)
+        taken = (self.k_xz[:, :, None] * b).mT @ self.w.mT  # (N, C, M)
+        return output_covariance(self.coupling.matrix(), self.k_diag.squeeze(-1), taken.transpose(0, 1))
+
+    def difference(self, top: Tensor) -> Tensor:
+        known, label = self._known(), top[:, None]
+        prior = self.coupling.difference(top)
+        apart = known + known.gather(-1, label) - 2.0 * self._known_with(top)
+        return (self.k_diag * prior - apart).clamp_min(0.0).scatter(-1, label, 0.0)
+
+    def _known(self) -> Tensor:  # (N, C)
+        """|U_c|²."""
+        f, d = self.factor, self.own[self.present]
+        outer = (f[:, :, None] * f[:, None, :]).flatten(1)  # (C, r²)
+        cross = torch.einsum("nrj,jr->nj", self.qs @ self.owner, f[self.present])
+        same = self.owner @ self.owner.mT * (self.w.mT @ self.w)
+        alone = ((self.k_xz @ same) * self.k_xz) @ self.owner  # |s_j|²
+        return (self.gram.flatten(1) @ outer.mT).index_add(1, self.present, d * (2.0 * cross + d * alone))
+
+    def _known_with(self, top: Tensor) -> Tensor:  # (N, C)
+        """U_c·U_top."""
+        f, d = self.factor, self.own
+        mine = (self.z_class == top[:, None]).to(self.k_xz)  # (N, M), the inducing points of the top output
+        f_top, d_top = f[top], d[top][:, None]
+        toward = torch.einsum("nrs,ns->nr", self.gram, f_top) + d_top * torch.einsum("nrm,nm->nr", self.qs, mine)
+        pull = torch.einsum("nrm,nr->nm", self.qs, f_top)
+        pull = pull + d_top * self.k_xz * ((self.k_xz * mine) @ (self.w.mT @ self.w))
+        return (toward @ f.mT).index_add(1, self.present, d[self.present] * (pull @ self.owner))

@@ -1,0 +1,94 @@
+"""ONNX files, run by ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posthoc.errors import DataError, FileError, LayerError
+from posthoc.integrations.extras import require
+from posthoc.integrations.graphs import NamedOutputs
+
+__all__ = ["OnnxGraph", "load_onnx", "onnx_files"]
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+DTYPES = {
+    "tensor(float)": np.float32,
+    "tensor(double)": np.float64,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(uint8)": np.uint8,
+    "tensor(bool)": np.bool_,
+}
+
+
+def load_onnx(path: Path, layer: str | None, device: torch.device) -> NamedOutputs:
+    """A graph whose first output is taken, and whose output named `layer` is its features."""
+    return NamedOutputs(OnnxGraph(path, layer, device), layer)
+
+
+def onnx_files(path: Path) -> list[Path]:
+    """The file of the graph and those that large weights are kept in beside it."""
+    return sorted(file for file in path.parent.iterdir() if file.name.startswith(path.name) and file.is_file())
+
+
+class OnnxGraph:
+    """A session with tensors in and tensors out. A graph made for batches of one size is given batches of that size."""
+
+    def __init__(self, path: Path, layer: str | None, device: torch.device) -> None:
+        runtime = require("onnxruntime", "onnx", "An ONNX predictor")
+        wanted = ["CUDAExecutionProvider"] if device.type == "cuda" else []
+        providers = [name for name in (*wanted, "CPUExecutionProvider") if name in runtime.get_available_providers()]
+        try:
+            self.session = runtime.InferenceSession(str(path), providers=providers)
+        except Exception as error:  # ONNX Runtime's errors have no base of their own
+            reason = " ".join(str(error).split())
+            raise FileError(
+                f"Expected an ONNX graph that can be run, found one in {path} that cannot: {reason}"
+            ) from error
+        self.inputs = {i.name: i for i in self.session.get_inputs()}
+        outputs = [output.name for output in self.session.get_outputs()]
+        if layer is not None and layer not in outputs[1:]:
+            raise LayerError(
+                f"Expected the name of another output of the graph as layer, got {layer!r}. The outputs are: "
+                f"{', '.join(outputs)}; the first is the prediction. Export the graph with its features as an output."
+            )
+        self.outputs = [outputs[0], *([layer] if layer is not None else [])]
+        sizes = {i.shape[0] for i in self.inputs.values() if i.shape and isinstance(i.shape[0], int)}
+        self.batch_size = min(sizes, default=None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        feeds = self._feeds(args, kwargs)
+        rows = len(next(iter(feeds.values())))
+        size = self.batch_size or rows
+        parts = [self._run({k: v[at : at + size] for k, v in feeds.items()}, size) for at in range(0, rows, size)]
+        return {name: torch.cat([part[name] for part in parts])[:rows] for name in self.outputs}
+
+    def _feeds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arrays:
+        given = {**dict(zip(self.inputs, args, strict=False)), **kwargs}
+        if len(args) > len(self.inputs) or given.keys() != self.inputs.keys():
+            raise DataError(
+                f"Expected the graph's inputs {', '.join(self.inputs)}, got {len(args)} without and "
+                f"{', '.join(kwargs) or 'none'} with a name: a graph of several inputs needs a --transform that "
+                "returns them by name."
+            )
+        types = {name: DTYPES.get(i.type) for name, i in self.inputs.items()}
+        return {name: np.asarray(value.cpu(), types[name]) for name, value in given.items()}
+
+    def _run(self, feeds: Arrays, size: int) -> dict[str, Tensor]:
+        short = size - len(next(iter(feeds.values())))
+        if short:  # its last row is repeated, and cut off again above
+            feeds = {name: np.concatenate([array, *[array[-1:]] * short]) for name, array in feeds.items()}
+        try:
+            found = self.session.run(self.outputs, feeds)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"Expected inputs that the graph can be run on, got others: {reason}") from error
+        return {name: torch.from_numpy(array) for name, array in zip(self.outputs, found, strict=True)}

@@ -1,0 +1,163 @@
+"""Ray Data: the same collecting and predicting on every machine of a cluster, or on all cores of this one. Actors hold
+the predictor; what they make comes back in order, and one process writes it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from posthoc.checks import integer
+from posthoc.collecting import Span, SpanReader, row_count, spans, write_to_folder
+from posthoc.errors import OptionError, PosthocError
+from posthoc.fmgp import FMGP
+from posthoc.integrations.extras import require
+from posthoc.integrations.plan import Plan
+from posthoc.method import Method
+from posthoc.outputs import Outputs, join
+from posthoc.predictive import Predictive
+
+__all__ = ["collect_with_ray", "predict_with_ray"]
+
+MOST_TASKS = 1000
+"""Spans are handed out in at most so many tasks."""
+
+
+def collect_with_ray(
+    plan: Plan,
+    folder: str | os.PathLike[str],
+    *,
+    batch_size: int = 64,
+    actors: int | None = None,
+    force: bool = False,
+    progress: bool | None = None,
+) -> Outputs:
+    """As `collecting.collect_to_folder`, by so many actors (by default one a GPU of the cluster, or else one a
+    processor). Every machine must see the data under the same path."""
+    integer("batch_size", batch_size, 1)
+    opened = plan.open()
+    total = row_count(opened.data)
+    if total is None:
+        raise OptionError(
+            "Expected data whose rows can be read by number, which --engine ray needs, got a stream: save it with "
+            "save_to_disk first, or use --engine local."
+        )
+
+    def parts(start: int) -> Generator[Outputs]:
+        yield from in_order(partial(Collecting, plan.located()), list(spans(start, total, batch_size)), actors)
+
+    return write_to_folder(parts, folder, identity=opened.identity, total=total, force=force, progress=progress)
+
+
+def predict_with_ray(
+    head: str | os.PathLike[str],
+    outputs: str | os.PathLike[str],
+    *,
+    load: Callable[[str | os.PathLike[str]], Method] = FMGP.load,
+    rows: int = 4096,
+    actors: int | None = None,
+    covariance: bool = False,
+) -> Iterator[Predictive]:
+    """The predictions of a saved head for the outputs in a folder, so many rows at a time, in order and on the CPU.
+
+    Every machine must see both paths; `load` makes a method of the head's.
+    """
+    from posthoc.storage import open_outputs
+
+    integer("rows", rows, 1)
+    head, outputs = os.path.abspath(head), os.path.abspath(outputs)
+    wanted = list(spans(0, len(open_outputs(outputs)), rows))
+    yield from in_order(partial(Predicting, load, head, outputs, covariance), wanted, actors)
+
+
+class Collecting:
+    """Runs the predictor over spans of the data."""
+
+    def __init__(self, plan: Plan) -> None:
+        opened = plan.open()
+        self.reader = SpanReader(opened.data, opened.collate)
+        self.held = ExitStack()  # for as long as the actor lives
+        self.run = self.held.enter_context(opened.backbone.running(features=True, inputs=plan.inputs))
+
+    def __call__(self, span: Span) -> Outputs | PosthocError:
+        batch = self.reader[span]
+        return batch if isinstance(batch, PosthocError) else join([self.run(batch)]).to(torch.device("cpu"))
+
+
+class Predicting:
+    """Predicts for spans of the outputs."""
+
+    def __init__(self, load: Callable[[str], Method], head: str, outputs: str, covariance: bool) -> None:
+        from posthoc.storage import open_outputs
+
+        self.method, self.outputs, self.covariance = load(head), open_outputs(outputs), covariance
+
+    def __call__(self, span: Span) -> Predictive:
+        return self.method.predict(self.outputs[slice(*span)], covariance=self.covariance).cpu()
+
+
+class Actor:
+    """What Ray Data calls: one span in, what was made of it out. An error of ours is returned, not raised, for Ray to
+    leave it as it is. Imports are looked for where the driver looks."""
+
+    def __init__(self, make: Callable[[], Callable[[Span], Any]], path: list[str]) -> None:
+        sys.path += [folder for folder in path if folder not in sys.path]
+        self.make = make
+        self.work: Callable[[Span], Any] | None = None
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            self.work = self.work or self.make()
+            made = self.work((int(batch["start"][0]), int(batch["stop"][0])))
+        except PosthocError as error:
+            made = error
+        column = np.empty(1, dtype=object)
+        column[0] = made
+        return {"made": column}
+
+
+def in_order(make: Callable[[], Callable[[Span], Any]], wanted: Sequence[Span], actors: int | None) -> Generator[Any]:
+    """What actors make of spans, in the order of the spans."""
+    ray = require("ray", "ray", "--engine ray")
+    data = require("ray.data", "ray", "--engine ray")
+    if not wanted:
+        return
+    with cluster(ray):
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        most = integer("actors", actors, 1) if actors else gpus or int(ray.cluster_resources()["CPU"])
+        rows = [{"start": start, "stop": stop} for start, stop in wanted]
+        work = data.from_items(rows, override_num_blocks=min(len(rows), MOST_TASKS)).map_batches(
+            Actor,
+            fn_constructor_args=(make, sys.path),
+            batch_size=1,
+            compute=data.ActorPoolStrategy(size=min(most, len(rows))),
+            num_gpus=1 if gpus else 0,
+        )
+        work.context.execution_options.preserve_order = True
+        work.context.enable_progress_bars = False
+        for block in work.iter_batches(batch_size=None):
+            for made in block["made"]:
+                if isinstance(made, PosthocError):
+                    raise made
+                yield made
+
+
+@contextmanager
+def cluster(ray: Any) -> Iterator[None]:
+    """Connects to the cluster there is, or to a local one for as long as it is needed."""
+    if ray.is_initialized():
+        yield
+        return
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,0 +1,127 @@
+"""Hugging Face's classifiers of images and of text, with their own processors. No code from a repository is run, and
+only safetensors weights are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from posthoc.errors import FileError, OptionError
+from posthoc.integrations.extras import require
+from posthoc.integrations.transforms import Transform, require_kind
+from posthoc.integrations.weights import load_weights, read_weights, weights_file
+
+__all__ = ["load_transformers"]
+
+
+def load_transformers(name: str, weights: str | None) -> tuple[nn.Module, Transform]:
+    """A model by its name on the hub or its local folder; `weights` is a revision (branch, tag or commit) or a
+    file."""
+    transformers = require("transformers", "hf", "A Hugging Face predictor")
+    path = weights_file(weights)
+    revision = {} if weights is None or path is not None else {"revision": weights}
+    source: dict[str, Any] = {"trust_remote_code": False, **revision}
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, **source)
+        task = task_of(config, name)
+        family = getattr(transformers, f"AutoModelFor{task}")
+        if path is not None:
+            model = family.from_config(config, trust_remote_code=False)
+        else:
+            model, loaded = family.from_pretrained(name, use_safetensors=True, output_loading_info=True, **source)
+            require_all_loaded(name, loaded["missing_keys"])
+        if task == "ImageClassification":
+            processor = transformers.AutoImageProcessor.from_pretrained(name, **source)
+            transform: Transform = ImageProcessor(processor)
+        else:
+            transform = Tokens(transformers.AutoTokenizer.from_pretrained(name, **source), longest(config))
+    except (OSError, ValueError) as error:
+        if isinstance(error, FileError | OptionError):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise FileError(
+            f"Expected a model on the Hugging Face hub or a folder of one, got {name!r}: {reason}"
+        ) from error
+    if path is not None:
+        load_weights(model, read_weights(path), path)
+    return model, transform
+
+
+def task_of(config: Any, name: str) -> str:
+    """What the model was made for, as in the names of transformers' classes."""
+    for task in ("ImageClassification", "SequenceClassification"):
+        if any(architecture.endswith(f"For{task}") for architecture in config.architectures or ()):
+            return task
+    raise OptionError(
+        f"Expected a model for image classification or sequence classification, got {name!r}, which is "
+        f"{', '.join(config.architectures or ['of no known architecture'])}."
+    )
+
+
+def require_all_loaded(name: str, missing: Any) -> None:
+    """Refuses a network of which a part, often the classifier, would be random."""
+    if missing:
+        raise FileError(
+            f"Expected all weights of {name!r} in its files, found none for {', '.join(sorted(missing)[:5])}: it was "
+            "not trained for this task; train it first, or give its weights with --weights."
+        )
+
+
+def longest(config: Any) -> int | None:
+    """The most tokens that the network has positions for."""
+    return getattr(config, "max_position_embeddings", None)
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """A Hugging Face image processor."""
+
+    processor: Any
+
+    @property
+    def description(self) -> str:
+        return f"{type(self.processor).__name__} {digest(self.processor.to_json_string())}"
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        require_kind(inputs, "an image")
+        return dict(self.processor(inputs, return_tensors="pt"))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A Hugging Face tokenizer: texts that are too long are cut, short ones padded to the longest of the batch."""
+
+    tokenizer: Any
+    positions: int | None
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.pad_token is None:
+            raise OptionError(
+                "Expected a tokenizer with a padding token, which batches need, got one without: set its pad_token "
+                "and the model's pad_token_id, and save both again."
+            )
+
+    @property
+    def description(self) -> str:
+        vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+        return f"{type(self.tokenizer).__name__} {digest(vocabulary)}, at most {self._most()} tokens"
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        require_kind(inputs, "text")
+        most = self._most()
+        tokens = self.tokenizer(inputs, padding=True, truncation=most is not None, max_length=most, return_tensors="pt")
+        return dict(tokens)
+
+    def _most(self) -> int | None:
+        # RoBERTa's positions begin after the padding token's, so that its tokenizer's own limit is the smaller one;
+        # a tokenizer without a limit says so with a number beyond all lengths.
+        limits = [limit for limit in (self.tokenizer.model_max_length, self.positions) if limit and limit < 10**9]
+        return min(limits, default=None)
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

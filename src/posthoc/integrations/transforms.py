@@ -1,0 +1,90 @@
+"""From rows of data to what a predictor is called with. An input is an image (Pillow's), numbers (an array) or text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from posthoc.batches import as_tensor
+from posthoc.errors import DataError
+
+__all__ = ["Collate", "Each", "Plain", "Transform", "kind_of"]
+
+
+class Transform(Protocol):
+    """Makes a batch of some inputs."""
+
+    @property
+    def description(self) -> str:
+        """Words that tell it from other transforms."""
+
+    def __call__(self, inputs: list[Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Makes what `Backbone` runs on of some rows (input, target), where a target may be None. Real numbers become the
+    network's dtype, if it has one."""
+
+    transform: Transform
+    dtype: torch.dtype | None = None
+
+    def __call__(self, rows: list[tuple[Any, Any]]) -> Any:
+        inputs, targets = zip(*rows, strict=True)
+        batch = self.transform(list(inputs))
+        if isinstance(batch, np.ndarray):  # a tensor goes from one process to another in shared memory, an array not
+            batch = as_tensor(batch)
+            batch = batch.to(self.dtype) if self.dtype is not None and batch.is_floating_point() else batch
+        return batch if targets[0] is None else (batch, as_tensor(np.asarray(targets)))
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Numbers as they are; images as numbers in [0, 1], channels first."""
+
+    description: str = "none"
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        kind = kind_of(inputs[0])
+        if kind == "text":
+            raise DataError("Expected images or numbers, got text, which must be made into numbers: use --transform.")
+        arrays = [pixels(value) for value in inputs] if kind == "an image" else inputs
+        if len(shapes := {array.shape for array in arrays}) > 1:
+            raise DataError(f"Expected inputs of one shape, got {sorted(shapes)}: bring them to one with --transform.")
+        return np.stack(arrays)
+
+
+@dataclass(frozen=True)
+class Each:
+    """A function of one input, such as torchvision's transforms, and its results as a batch."""
+
+    function: Callable[[Any], Any]
+    description: str
+    takes: str | None = None  # the one kind of input it is for
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        require_kind(inputs, self.takes)
+        return default_collate([self.function(value) for value in inputs])
+
+
+def require_kind(inputs: list[Any], kind: str | None) -> None:
+    """Refuses inputs that the predictor is not for."""
+    if kind is not None and (found := kind_of(inputs[0])) != kind:
+        raise DataError(
+            f"Expected {kind} a row for this predictor, got {found}: name another column with --input-column, or a "
+            "transform of your own with --transform."
+        )
+
+
+def kind_of(value: Any) -> str:
+    """What an input is, in words."""
+    return "text" if isinstance(value, str) else "numbers" if isinstance(value, np.ndarray) else "an image"
+
+
+def pixels(image: Any) -> np.ndarray[Any, Any]:  # (C, H, W)
+    return np.asarray(image, np.float32).transpose(2, 0, 1) / 255.0

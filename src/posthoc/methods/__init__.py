@@ -1,0 +1,44 @@
+"""Every method by name, and the one way to load any of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from posthoc.errors import FileError, OptionError
+from posthoc.files import read_head
+from posthoc.fmgp import FMGP
+from posthoc.method import Method
+from posthoc.methods.map import MAP
+from posthoc.methods.temperature import Temperature
+
+__all__ = ["MAP", "REGISTRY", "Temperature", "load", "method_named"]
+
+REGISTRY: dict[str, type[Method]] = {method.name: method for method in (FMGP, MAP, Temperature)}
+
+
+def method_named(name: str) -> type[Method]:
+    """The class of a method, by the name it has in files and on the command line."""
+    if name not in REGISTRY:
+        raise OptionError(f"Expected a method among {', '.join(sorted(REGISTRY))}, got {name!r}.")
+    return REGISTRY[name]
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | Callable[..., Any] | None = None,
+    device: str | torch.device | None = None,
+) -> Method:
+    """A saved head of whatever method it is."""
+    name = read_head(path)[1]["method"]
+    if name not in REGISTRY:
+        raise FileError(
+            f"Expected a head of {', '.join(sorted(REGISTRY))}, found one of {name!r} in {path}: it needs a later "
+            "version of posthoc, or what registers that method."
+        )
+    return REGISTRY[name].load(path, model=model, device=device)

@@ -1,0 +1,92 @@
+"""Parameters as one vector: what the optimiser, the ranks, the checkpoint and the best copy all want."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+__all__ = ["Flat"]
+
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+"""Adam's usual values."""
+
+
+class Flat:
+    """Parameters that live in one vector for each dtype and device, with their gradients and Adam's moments beside
+    them, until `release`."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for p in self.parameters:
+            groups.setdefault((p.dtype, p.device), []).append(p)
+        self.values: list[Tensor] = []
+        self.grads: list[Tensor] = []
+        for members in groups.values():
+            values = torch.cat([p.detach().reshape(-1) for p in members])
+            grads = torch.zeros_like(values)
+            sizes = [p.numel() for p in members]
+            for p, value, grad in zip(members, values.split(sizes), grads.split(sizes), strict=True):
+                p.data, p.grad = value.view(p.shape), grad.view(p.shape)
+            self.values.append(values)
+            self.grads.append(grads)
+        self.first = [torch.zeros_like(v) for v in self.values]
+        self.second = [torch.zeros_like(v) for v in self.values]
+        self.counts = [torch.zeros((), dtype=torch.float32, device=v.device) for v in self.values]
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def clear(self) -> None:
+        """Sets the gradients to zero."""
+        for grad in self.grads:
+            grad.zero_()
+
+    @torch.no_grad()
+    def step(self, lr: float | Tensor) -> None:
+        """One step of Adam."""
+        adam(
+            self.values,
+            self.grads,
+            self.first,
+            self.second,
+            [],
+            self.counts,
+            fused=True,
+            capturable=isinstance(lr, Tensor),
+            amsgrad=False,
+            beta1=BETA1,
+            beta2=BETA2,
+            lr=lr,
+            weight_decay=0.0,
+            eps=EPS,
+            maximize=False,
+        )
+
+    @property
+    def state(self) -> list[Tensor]:
+        """All that a step changes."""
+        return [*self.values, *self.first, *self.second, *self.counts]
+
+    def snapshot(self) -> list[Tensor]:
+        """A copy of the state."""
+        return [t.clone() for t in self.state]
+
+    @torch.no_grad()
+    def restore(self, snapshot: list[Tensor]) -> None:
+        """Goes back to a snapshot: of the state, or of the values alone."""
+        for tensor, kept in zip(self.state, snapshot, strict=False):
+            tensor.copy_(kept)
+
+    @property
+    def finite(self) -> bool:
+        """Whether every value still is a number."""
+        return all(bool(v.isfinite().all()) for v in self.values)
+
+    def release(self) -> None:
+        """Gives every parameter memory of its own again, and no gradient."""
+        for p in self.parameters:
+            p.data, p.grad = p.data.clone(), None

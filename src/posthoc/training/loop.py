@@ -1,0 +1,101 @@
+"""The loop itself: blocks of steps, between which it looks at validation data, reports and writes checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posthoc.errors import TrainingError
+from posthoc.training.checkpoint import Checkpoint
+from posthoc.training.flat import Flat
+from posthoc.training.graph import GraphSteps
+from posthoc.training.keeper import Keeper
+from posthoc.training.options import History, Training
+from posthoc.training.progress import progress_bar
+from posthoc.training.ranks import Ranks
+from posthoc.training.source import Source
+from posthoc.training.steps import PlainSteps, Steps
+
+__all__ = ["train"]
+
+
+def train(
+    objective: Callable[[Any], Tensor],
+    parameters: Iterable[Tensor],
+    source: Source,
+    options: Training,
+    *,
+    score: Callable[[], float] | None = None,
+    generator: torch.Generator | None = None,
+    checkpoint: Checkpoint | None = None,
+    graph: bool | None = None,
+) -> History:
+    """Minimises the objective over batches. With a `score` (lower is better, e.g. the loss on validation data), the
+    parameters of the best evaluation are kept, and training stops after `patience` evaluations without a better one.
+
+    `generator` is what the objective draws from, so that a checkpoint can hold its state. `graph` says whether steps
+    are captured as a CUDA graph: by default wherever that can be done."""
+    flat, history, ranks = Flat(parameters), History(), Ranks()
+    try:
+        if not len(flat) or not options.steps:
+            return history
+        ranks.share(flat.values)
+        keeper = Keeper(flat, score, options.patience, history, ranks)
+        plain = PlainSteps(objective, flat, ranks, source.weight)
+        captured = graph if graph is not None else GraphSteps.possible(flat, ranks, source, generator)
+        steps: Steps = GraphSteps(plain, source.ahead) if captured else plain
+        with torch.enable_grad():
+            run(steps, flat, keeper, source, options, generator, checkpoint)
+        keeper.restore()
+        if not flat.finite:
+            raise TrainingError(f"A parameter stopped being finite. Lower the learning rate (it is {options.lr}).")
+    finally:
+        flat.release()
+    return history
+
+
+def run(
+    steps: Steps,
+    flat: Flat,
+    keeper: Keeper,
+    source: Source,
+    options: Training,
+    generator: torch.Generator | None,
+    checkpoint: Checkpoint | None,
+) -> None:
+    """Takes all steps, from where the checkpoint is."""
+    ranks, history = keeper.ranks, keeper.history
+    step = checkpoint.restore(flat, keeper, generator) if checkpoint is not None else 0
+    if step != ranks.agree(step):
+        raise TrainingError("Expected the same checkpoint for every process: its folder must be one that all can read.")
+    if step == 0:
+        keeper.look(0)
+    pauses = [source.ahead] if checkpoint is None else [source.ahead, checkpoint.every]
+    if keeper.score is not None:
+        pauses.append(options.eval_every)
+    with progress_bar(options, step, alone=ranks.first) as report:
+        while step < options.steps and not keeper.exhausted:
+            stop = min(options.steps, *((step // every + 1) * every for every in pauses))
+            losses = steps.run(source.block(step, stop - step), [options.lr_at(s) for s in range(step, stop)])
+            require_finite_losses(losses, step, options)
+            history.losses += losses
+            step = stop
+            report(step, losses[-1])
+            if step % options.eval_every == 0 or step == options.steps:
+                keeper.look(step)
+            last = step == options.steps or keeper.exhausted
+            if checkpoint is not None and ranks.first and (last or step % checkpoint.every == 0):
+                checkpoint.save(flat, keeper, step, generator)
+
+
+def require_finite_losses(losses: list[float], before: int, options: Training) -> None:
+    for step, loss in enumerate(losses, before + 1):
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"The loss became {loss} at step {step} of {options.steps}. "
+                f"Lower the learning rate (it is {options.lr}), or check the data for extreme values."
+            )

@@ -1,0 +1,99 @@
+"""Several processes that train as one: each takes its slice of every batch, gradients are summed, rank 0 speaks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from posthoc.errors import TrainingError
+
+__all__ = ["Ranks", "distributed", "slice_of"]
+
+PATIENCE = timedelta(minutes=10)
+"""How long the others are waited for."""
+
+
+class Ranks:
+    """This process among the others of `torch.distributed`, or alone where that was not initialised."""
+
+    def __init__(self) -> None:
+        together = dist.is_available() and dist.is_initialized()
+        self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+
+    @property
+    def alone(self) -> bool:
+        return self.count == 1
+
+    @property
+    def first(self) -> bool:
+        """Whether it is this process that writes and reports."""
+        return self.rank == 0
+
+    def place(self, device: str | None) -> str | None:
+        """The device of this process, where each has a GPU of its own."""
+        return f"cuda:{torch.cuda.current_device()}" if device == "cuda" and not self.alone else device
+
+    def sum(self, tensors: list[Tensor], weight: float) -> None:
+        """Replaces tensors by their weighted sum over the ranks, the same bits on each."""
+        if self.alone:
+            return
+        with peers():
+            for tensor in tensors:
+                dist.all_reduce(tensor.mul_(weight))
+
+    def share(self, tensors: list[Tensor]) -> None:
+        """Gives everybody rank 0's numbers."""
+        if self.alone:
+            return
+        with peers():
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
+
+    def agree(self, value: float) -> float:
+        """Rank 0's value, for everybody."""
+        if self.alone:
+            return value
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        tensor = torch.tensor([value], dtype=torch.float64, device=device)
+        self.share([tensor])
+        return float(tensor)
+
+
+def slice_of(size: int, ranks: Ranks) -> slice:
+    """A rank's part of a batch: consecutive rows, as many as the others have, or one more."""
+    return slice(size * ranks.rank // ranks.count, size * (ranks.rank + 1) // ranks.count)
+
+
+@contextmanager
+def peers() -> Iterator[None]:
+    """Says in words that another process has gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainingError(
+            f"Lost touch with another process of this run ({str(error).splitlines()[0]}): it has failed or was killed. "
+            "See what it printed, and start all of them again; with --checkpoint and --resume they go on from there."
+        ) from error
+
+
+@contextmanager
+def distributed(device: str | None) -> Iterator[Ranks]:
+    """Joins the processes that `torchrun` started, if it did: NCCL between GPUs, gloo between CPUs."""
+    if "WORLD_SIZE" not in os.environ or dist.is_initialized():
+        yield Ranks()
+        return
+    cuda = device is not None and torch.device(device).type == "cuda"
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    with peers():
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE)
+    try:
+        yield Ranks()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,48 @@
+"""Where batches come from: blocks of them, read or drawn ahead, the same for the same step whoever asks and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+__all__ = ["Block", "Source", "drawn_rows"]
+
+PAGE = 64
+"""Batches drawn from one seed."""
+
+
+class Block(Protocol):
+    """Some batches, stacked: every tensor in it has one more axis in front. A batch is what `map` makes of it."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every tensor changed."""
+        ...
+
+
+class Source(Protocol):
+    """Batches by step, so that a run can go on where another one stopped."""
+
+    ahead: int
+    """At most so many batches are asked for at once."""
+    fixed: bool
+    """Whether all batches have the same shapes."""
+    weight: float
+    """The share of each batch that this process has, 1 where it is alone."""
+
+    def block(self, step: int, count: int) -> Block:
+        """The batches of the steps from `step` on."""
+        ...
+
+
+def drawn_rows(n: int, size: int, seed: int, step: int, count: int) -> Tensor:  # (count, size)
+    """Rows below n for the batches of some steps, drawn with replacement: a step costs the same whatever n is. The
+    rows of a step depend on the seed and the step alone, so nothing need be remembered in order to go on."""
+    pages = []
+    for page in range(step // PAGE, (step + count - 1) // PAGE + 1):
+        generator = torch.Generator().manual_seed((seed << 32) + page)
+        pages.append(torch.randint(n, (PAGE, size), generator=generator))
+    first = step % PAGE
+    return torch.cat(pages)[first : first + count]

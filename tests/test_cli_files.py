@@ -1,0 +1,201 @@
+"""fit, predict and evaluate on files, as someone without Python would use them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from posthoc import FMGP, OptionError, PosthocError, load, open_outputs
+from posthoc.cli import app
+
+N, C, D = 120, 4, 6
+QUICK = ["--set", "steps=5", "--set", "num_inducing=6"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the outputs of a classifier and of a regression, and those of the classifier on odd data."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(N, C)).astype("float32")
+    features = rng.normal(size=(N, D)).astype("float32")
+    np.savez(
+        tmp_path / "classes.npz",
+        outputs=2 * logits,
+        targets=(logits + rng.gumbel(size=(N, C))).argmax(1),
+        features=features,
+    )
+    np.savez(tmp_path / "odd.npz", outputs=0.1 * logits, features=5 * features)
+    y = rng.normal(size=N).astype("float32")
+    np.savez(tmp_path / "reals.npz", outputs=y, targets=y + rng.normal(size=N), features=features)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def posthoc(*args: str) -> str:
+    result = CliRunner().invoke(app, args)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def fit(task: str = "classification", *more: str) -> str:
+    data = "classes.npz" if task == "classification" else "reals.npz"
+    return posthoc("fit", f"{data}[:80]", "--task", task, "-o", "head.safetensors", *QUICK, *more)
+
+
+def test_from_outputs_to_a_table_and_figures(folder: Path) -> None:
+    assert "fitted fmgp on 80 rows (4 outputs, 6 features)" in fit()
+    posthoc("predict", "head.safetensors", "classes.npz[80:]", "-o", "predictions.parquet")
+    said = posthoc("evaluate", "head.safetensors", "classes.npz[80:]", "--ood", "odd.npz", "--json", "metrics.json")
+    assert "40 rows" in said
+    pq = pytest.importorskip("pyarrow.parquet")
+    table = pq.read_table("predictions.parquet")
+    assert table.column_names == ["row", "label", "probs", "entropy", "std"]
+    test = open_outputs("classes.npz[80:]")
+    pred = load("head.safetensors").predict(test)
+    assert table["row"].to_pylist() == list(range(40))
+    assert table["label"].to_pylist() == pred.mean.argmax(-1).tolist()
+    np.testing.assert_allclose(np.array(table["probs"].to_pylist()), pred.probs.numpy())
+    np.testing.assert_allclose(table["entropy"].to_numpy(), pred.entropy().numpy())
+    top = pred.mean.argmax(-1, keepdim=True)
+    np.testing.assert_allclose(table["std"].to_numpy(), pred.std.gather(-1, top).squeeze(-1).numpy())
+    figures = json.loads((folder / "metrics.json").read_text())
+    names = {"nll", "accuracy", "ece", "brier", "ood_auc"}
+    assert names | {f"base_{name}" for name in names} <= figures.keys()
+    assert all(isinstance(value, float) for value in figures.values())
+    assert figures["nll"] == pytest.approx(-float(pred.log_prob(test.targets).double().mean()), rel=1e-6)
+    base = torch.nn.functional.cross_entropy(test.outputs, test.targets)
+    assert figures["base_nll"] == pytest.approx(float(base), rel=1e-6)
+
+
+def test_regression(folder: Path) -> None:
+    fit("regression")
+    posthoc("predict", "head.safetensors", "reals.npz", "-o", "predictions.csv")
+    rows = list(csv.DictReader((folder / "predictions.csv").open()))
+    pred = load("head.safetensors").predict(open_outputs("reals.npz"))
+    assert list(rows[0]) == ["row", "mean", "std"]
+    assert [float(r["std"]) for r in rows] == pytest.approx(pred.std.tolist())
+    assert [float(r["mean"]) for r in rows] == pytest.approx(pred.mean.tolist())
+    posthoc("evaluate", "head.safetensors", "reals.npz[80:]", "--json", "metrics.json")
+    figures = json.loads((folder / "metrics.json").read_text())
+    names = {"nll", "rmse", "crps", "cqm", "coverage_90"}
+    assert names | {f"base_{name}" for name in names} <= figures.keys()
+    assert figures["rmse"] == figures["base_rmse"]
+    with pytest.raises(OptionError, match="Out-of-distribution data are for classification"):
+        posthoc("evaluate", "head.safetensors", "reals.npz", "--ood", "reals.npz")
+
+
+def test_table_of_probabilities_with_named_columns(folder: Path) -> None:
+    data = open_outputs("classes.npz")
+    probs = data.outputs.double().softmax(-1)
+    assert data.targets is not None
+    with (folder / "table.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["id", *(f"p_{c}" for c in range(C)), "truth"])
+        writer.writerows([i, *p.tolist(), int(y)] for i, (p, y) in enumerate(zip(probs, data.targets, strict=True)))
+    named = ("--outputs", "p_*", "--targets", "truth")
+    posthoc("fit", "table.csv", "--task", "classification", "--outputs-are", "probs", *named, "-o", "h", *QUICK)
+    posthoc("evaluate", "h", "table.csv", *named, "--json", "m.json")
+    figures = json.loads((folder / "m.json").read_text())
+    base = -probs.log()[torch.arange(N), data.targets].mean()
+    assert figures["base_nll"] == pytest.approx(float(base), rel=1e-6)
+    posthoc("predict", "h", "table.csv", "--outputs", "p_*", "-o", "p.csv")
+    assert len((folder / "p.csv").read_text().splitlines()) == N + 1
+
+
+@pytest.mark.parametrize("method", ["map", "temperature"])
+def test_other_methods(folder: Path, method: str) -> None:
+    posthoc("fit", "classes.npz", "--task", "classification", "--method", method, "-o", "h", "--seed", "3")
+    assert load("h").name == method
+    assert method in posthoc("evaluate", "h", "classes.npz")
+
+
+def test_options_from_a_file_and_from_the_line(folder: Path) -> None:
+    (folder / "c.toml").write_text(
+        'steps = 3\nnum_inducing = 5\n[kernel]\ntype = "matern"\nnu = 1.5\n[likelihood]\nprediction = "logit_scaling"\n'
+    )
+    posthoc(
+        "fit", "classes.npz", "--task", "classification", "-o", "h", "--config", "c.toml", "--set", "steps=4",
+        "--set", "variance=shared", "--seed", "7",
+    )  # fmt: skip
+    head = FMGP.load("h")
+    assert head.training.steps == 4
+    assert head.training.seed == 7
+    assert head.num_inducing == 5
+    assert head.variance == "shared"
+    assert head.kernel.spec() == {"type": "matern", "on": "features", "nu": 1.5}
+    assert head.likelihood.spec()["prediction"] == "logit_scaling"
+
+
+def test_the_same_fit_writes_the_same_bytes(folder: Path) -> None:
+    fit()
+    first = (folder / "head.safetensors").read_bytes()
+    fit("classification", "--force")
+    assert (folder / "head.safetensors").read_bytes() == first
+    fit("classification", "--force", "--seed", "1")
+    assert (folder / "head.safetensors").read_bytes() != first
+
+
+def test_validation_data_stop_the_fit_early(folder: Path) -> None:
+    fit("classification", "--val", "classes.npz[80:]")
+    assert len(FMGP.load("head.safetensors").predict("classes.npz")) == N
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("fit classes.npz --task classification -o classes.npz", "found classes.npz there already: use --force"),
+        ("fit none.npz --task classification -o h", "found nothing at none.npz"),
+        ("fit classes.npz --task classification -o no/h", "Expected a folder to write h into"),
+        ("fit classes.npz --task classification -o h --method fgmp", "Expected a method among fmgp"),
+        ("fit classes.npz --task classification -o h --set stepps=3", "Unknown option stepps"),
+        ("fit classes.npz --task classification -o h --method map --set steps=3", "options that map knows"),
+        ("fit classes.npz --task classification -o h --set steps", "Expected --set name=value"),
+        ("fit classes.npz --task regression -o h --method temperature", "temperature is for classification"),
+        ("fit classes.npz --task classification -o h --config bad.toml", "Expected TOML in bad.toml"),
+        ("fit classes.npz --task classification -o h --resume", "resume=True goes on from a checkpoint"),
+        ("fit classes.npz --task classification -o h --outputs a", "Expected a Parquet or CSV table"),
+        ("fit odd.npz --task classification -o h", "Expected targets to fit on"),
+        ("fit classes.npz[500:] --task classification -o h", "Expected a range with rows in it"),
+        ("fit bad.toml --task classification -o h", "bad.toml"),
+        ("predict head.safetensors classes.npz -o p.json", "a .parquet or a .csv"),
+        ("predict head.safetensors classes.npz -o classes.npz", "there already"),
+        ("predict head.safetensors narrow.npz -o p.csv", "Expected features of width 6 as in fit, got 3"),
+        ("predict head.safetensors reals.npz -o p.csv", r"outputs of shape"),
+        ("predict classes.npz classes.npz -o p.csv", "Expected a safetensors file written by posthoc"),
+        ("evaluate head.safetensors odd.npz", "Expected targets to score"),
+        ("evaluate none classes.npz", "found no file at none"),
+        ("evaluate head.safetensors classes.npz --json classes.npz", "there already"),
+    ],
+)
+def test_bad_input_is_told_in_words_and_leaves_nothing(folder: Path, arguments: str, message: str) -> None:
+    fit()
+    (folder / "bad.toml").write_text("steps = = 3")
+    np.savez(folder / "narrow.npz", outputs=np.zeros((5, C)), features=np.zeros((5, 3)))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(PosthocError, match=message):
+        posthoc(*arguments.split())
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_errors_and_warnings_are_one_line_each(folder: Path) -> None:
+    command = [sys.executable, "-m", "posthoc", "fit", "classes.npz[:4]", "--task", "classification", "-o", "h"]
+    done = subprocess.run([*command, "--set", "steps=2"], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == [
+        "posthoc: Asked for 100 inducing points but there are only 4 data points: using 4."
+    ]
+    failed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert failed.stdout == ""
+    assert failed.stderr.splitlines() == [
+        "posthoc: Expected a new file to write, found h there already: use --force, or another."
+    ]

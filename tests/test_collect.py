@@ -1,0 +1,276 @@
+"""Collecting into a folder: from Python and from the command line, killed and resumed, refused where it must be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from torch.utils.data import TensorDataset
+from typer.testing import CliRunner
+
+from posthoc import DataError, FileError, LayerError, OptionError
+from posthoc.backbone import Backbone
+from posthoc.cli.collect import collect
+from posthoc.collecting import collect_to_folder
+from posthoc.storage import open_outputs, read_identity
+from tests.collecting_cases import (
+    BLOCKED_ROW,
+    NET,
+    TRANSFORM,
+    TinyNet,
+    assert_close,
+    contents,
+    expected,
+    image_folder,
+    raw,
+)
+
+ROWS = 23
+
+
+def run(*args: object) -> str:
+    app = typer.Typer()
+    app.command()(collect)
+    done = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def dataset(rows: int = ROWS) -> TensorDataset:
+    return TensorDataset(raw(rows), torch.arange(rows) % 3)
+
+
+class Counted:
+    """A dataset that remembers which of its rows were read."""
+
+    def __init__(self, rows: int = ROWS) -> None:
+        self.inner = dataset(rows)
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, row: int):
+        self.read.append(row)
+        return self.inner[row]
+
+
+class Stream:
+    """Rows that can only be gone through, of an unknown number."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+
+    def skip(self, rows: int) -> Stream:
+        return Stream(self.first + rows)
+
+    def __iter__(self):
+        return (dataset()[row] for row in range(self.first, ROWS))
+
+
+class FailsAt:
+    """A predictor that breaks down at its n-th batch."""
+
+    def __init__(self, batch: int) -> None:
+        self.net, self.left = TinyNet().eval(), batch
+
+    def __call__(self, x):
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("out of memory")
+        return self.net(x)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("data", [dataset, Stream])
+def test_a_dataset_becomes_a_mapped_folder(tmp_path, data, workers):
+    net = TinyNet().train()
+    found = collect_to_folder(
+        Backbone(net, None, None), data(), tmp_path / "o", identity={}, inputs=True, batch_size=5, workers=workers
+    )
+    assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3), "outputs", "targets", "features", "inputs")
+    assert_close(open_outputs(tmp_path / "o"), found, "outputs", "targets", "features", "inputs")
+    assert net.training
+
+
+def test_a_resumed_run_reads_only_what_is_left(tmp_path):
+    with pytest.raises(RuntimeError, match="out of memory"):
+        collect_to_folder(Backbone(FailsAt(3), None, None), dataset(), tmp_path, identity={}, batch_size=5)
+    rest = Counted()
+    found = collect_to_folder(Backbone(FailsAt(0), None, None), rest, tmp_path, identity={}, batch_size=5)
+    assert rest.read == list(range(10, ROWS))
+    assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3), "outputs", "targets")
+
+
+def test_a_stream_is_resumed_too(tmp_path):
+    with pytest.raises(RuntimeError, match="out of memory"):
+        collect_to_folder(Backbone(FailsAt(3), None, None), Stream(), tmp_path, identity={}, batch_size=5)
+    found = collect_to_folder(Backbone(FailsAt(0), None, None), Stream(), tmp_path, identity={}, batch_size=5)
+    assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3), "outputs", "targets")
+
+
+def test_another_network_layer_or_choice_of_inputs_is_refused(tmp_path):
+    first = Backbone(TinyNet(), None, None)
+    collect_to_folder(first, dataset(), tmp_path, identity={"data": "a"})
+    before = contents(tmp_path)
+    for backbone, options in [
+        (Backbone(TinyNet(seed=1), None, None), {"identity": {"data": "a"}}),
+        (Backbone(TinyNet(), "pool", None), {"identity": {"data": "a"}}),
+        (Backbone(TinyNet(), "fc", None), {"identity": {"data": "a"}}),
+        (first, {"identity": {"data": "b"}}),
+        (first, {"identity": {"data": "a"}, "inputs": True}),
+    ]:
+        with pytest.raises(FileError, match="of something else"):
+            collect_to_folder(backbone, dataset(), tmp_path, **options)
+    assert contents(tmp_path) == before
+    other = Backbone(TinyNet(seed=1), None, None)
+    found = collect_to_folder(other, dataset(), tmp_path, identity={"data": "a"}, force=True)
+    assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3, TinyNet(seed=1)), "outputs", "targets", "features")
+
+
+def test_options_and_empty_data_are_checked(tmp_path):
+    backbone = Backbone(TinyNet(), None, None)
+    for options, message in [({"batch_size": 0}, "batch_size"), ({"workers": -1}, "workers")]:
+        with pytest.raises(OptionError, match=message):
+            collect_to_folder(backbone, dataset(), tmp_path / "o", identity={}, **options)
+    with pytest.raises(DataError, match="at least one row"):
+        collect_to_folder(backbone, [], tmp_path / "o", identity={})
+
+
+def test_a_network_that_loses_rows_is_refused(tmp_path):
+    backbone = Backbone(lambda x: x.flatten(1)[:1], None, None)
+    data = [x for x, _ in dataset()]
+    with pytest.raises(DataError, match=f"Expected {ROWS} rows of outputs, got 5"):
+        collect_to_folder(backbone, data, tmp_path, identity={}, batch_size=5)
+
+
+def test_progress_is_shown_where_it_is_wanted(tmp_path, capfd):
+    collect_to_folder(Backbone(TinyNet(), None, None), dataset(), tmp_path / "a", identity={}, progress=True)
+    shown = capfd.readouterr().err
+    assert f"{ROWS}/{ROWS}" in shown
+    collect_to_folder(Backbone(TinyNet(), None, None), dataset(), tmp_path / "b", identity={})
+    assert capfd.readouterr().err == ""
+
+
+def test_the_command_collects_a_folder_of_images(tmp_path):
+    labels = image_folder(tmp_path / "images", ROWS)
+    said = run(NET, tmp_path / "images", "-o", tmp_path / "o", "--trust-code", "--batch-size", 7, "--workers", 2)
+    assert said.strip() == f"wrote {tmp_path / 'o'}: 23 rows, outputs of 3, features of 4, targets of 1"
+    assert_close(open_outputs(tmp_path / "o"), expected(raw(ROWS), labels), "outputs", "features", "targets")
+    identity = read_identity(tmp_path / "o")
+    assert identity["predictor"] == NET
+    assert identity["layer"] == "input of fc"
+    assert identity["transform"] == "none"
+    assert identity["data"]["rows"] == ROWS
+    assert str(tmp_path) not in json.dumps(identity)
+
+
+def test_a_layer_and_a_transform_of_ones_own(tmp_path):
+    labels = image_folder(tmp_path / "images", ROWS)
+    options = ("--transform", TRANSFORM, "--layer", "conv", "--inputs", "--trust-code", "--workers", 0)
+    run(NET, tmp_path / "images", "-o", tmp_path / "o", *options)
+    x = raw(ROWS) - 0.5
+    wanted = expected(x, labels)
+    found = open_outputs(tmp_path / "o")
+    assert_close(found, type(wanted)(wanted.outputs, labels, TinyNet().conv(x), x), *vars(wanted))
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A folder that a run was writing to when it was killed; its workers may still be alive."""
+    image_folder(tmp_path / "images", 60)
+    code = (
+        "import posthoc.storage.writer as writer; writer.COMMIT_SECONDS = 0\n"
+        "import sys, typer; from posthoc.cli.collect import collect; typer.run(collect)"
+    )
+    args = [NET, tmp_path / "images", "-o", tmp_path / "killed", "--transform", TRANSFORM, "--trust-code"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, args), "--batch-size", "4", "--workers", "2"],
+        env={**os.environ, BLOCKED_ROW: "41"},
+        cwd=Path(__file__).parent.parent,
+        start_new_session=True,
+    )
+    manifest = tmp_path / "killed" / "outputs.json"
+    try:
+        deadline = time.monotonic() + 60
+        while not manifest.exists() or json.loads(manifest.read_text())["rows"] < 40:
+            assert process.poll() is None, "the run ended by itself"
+            assert time.monotonic() < deadline, "the run does not get on"
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        yield tmp_path / "killed"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, stopped):
+    assert json.loads((stopped / "outputs.json").read_text())["rows"] == 40
+    args = [NET, tmp_path / "images", "--transform", TRANSFORM, "--trust-code", "--batch-size", 4, "--workers", 0]
+    run(*args, "-o", tmp_path / "whole")
+    run(*args, "-o", stopped)
+    assert contents(stopped) == contents(tmp_path / "whole")
+    assert len(open_outputs(stopped)) == 60
+
+
+def test_a_folder_that_changed_is_refused(tmp_path):
+    image_folder(tmp_path / "images", 5)
+    run(NET, tmp_path / "images", "-o", tmp_path / "o", "--trust-code", "--workers", 0)
+    (tmp_path / "images" / "class_0" / "000.png").rename(tmp_path / "images" / "class_0" / "renamed.png")
+    with pytest.raises(FileError, match=r"data: .* there"):
+        run(NET, tmp_path / "images", "-o", tmp_path / "o", "--trust-code", "--workers", 0)
+
+
+def test_a_finished_folder_is_left_alone_unless_forced(tmp_path):
+    np.savez(tmp_path / "d.npz", inputs=raw(4).numpy())
+    args = (NET, tmp_path / "d.npz", "-o", tmp_path / "o", "--trust-code", "--workers", 0)
+    assert "targets" not in run(*args)
+    with pytest.raises(FileError, match="complete"):
+        run(*args)
+    run(*args, "--force")
+
+
+def test_nothing_is_begun_with_a_predictor_that_cannot_be_opened(tmp_path):
+    np.savez(tmp_path / "d.npz", inputs=raw(4).numpy())
+    for predictor, options, error in [
+        (NET, (), OptionError),
+        (NET, ("--trust-code", "--layer", "nowhere"), LayerError),
+        ("resnet50", (), OptionError),
+    ]:
+        with pytest.raises(error):
+            run(predictor, tmp_path / "d.npz", "-o", tmp_path / "o", *options)
+        assert not (tmp_path / "o").exists()
+
+
+def test_an_interrupted_command_says_how_to_go_on(tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    np.savez(tmp_path / "d.npz", inputs=raw(4).numpy())
+    monkeypatch.setattr(TinyNet, "forward", interrupted)
+    app = typer.Typer()
+    app.command()(collect)
+    args = [NET, str(tmp_path / "d.npz"), "-o", str(tmp_path / "o"), "--trust-code", "--workers", "0"]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 130
+    assert "run the same command again" in done.output
+
+
+def test_importing_the_commands_pulls_in_nothing_heavy():
+    code = (
+        "import sys, posthoc.cli.collect, posthoc.collecting, posthoc.integrations.plan, posthoc.integrations.ray;"
+        "heavy = {'torchvision', 'timm', 'transformers', 'datasets', 'onnxruntime', 'ray', 'pyarrow', 'PIL'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

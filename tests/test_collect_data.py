@@ -1,0 +1,301 @@
+"""Data named by strings: folders of images, Parquet and `.npz` files, row by row what was put into them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from posthoc import DataError, FileError, MissingExtraError, OptionError
+from posthoc.backbone import Backbone
+from posthoc.collecting import collect_to_folder
+from posthoc.integrations.datasets import Rows, open_data
+from posthoc.integrations.transforms import Collate, Plain
+from tests.collecting_cases import TinyNet, assert_close, expected, image_folder, images, png, raw
+
+ROWS = 11
+
+
+def collected(data: Rows, folder: Path, **options: Any) -> Any:
+    return collect_to_folder(
+        Backbone(TinyNet(), None, None),
+        data,
+        folder,
+        identity=data.identity,
+        collate=Collate(Plain(), torch.float32),
+        batch_size=4,
+        **options,
+    )
+
+
+def pixels(picture: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(picture)
+
+
+# Folders of images
+
+
+def test_classes_are_numbered_in_the_order_of_their_names(tmp_path):
+    for name, row in [("b/z.png", 0), ("b/deep/a.PNG", 1), ("a/y.JPEG", 2), ("c/.hidden.png", 3), ("c/x.bmp", 4)]:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        images(5)[row].save(path, format="PNG")
+    (tmp_path / "b" / "notes.txt").write_text("not an image")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "0_empty").mkdir()
+    data = open_data(str(tmp_path))
+    rows = [data[row] for row in range(len(data))]
+    assert [label for _, label in rows] == [1, 2, 2, 3]  # the empty class at the front counts
+    for (picture, _), row in zip(rows, [2, 1, 0, 4], strict=True):
+        assert (pixels(picture) == pixels(images(5)[row])).all()
+
+
+def test_a_flat_folder_has_no_targets(tmp_path):
+    for row in range(3):
+        (tmp_path / f"{row}.png").write_bytes(png(row))
+    data = open_data(str(tmp_path))
+    assert [target for _, target in (data[row] for row in range(3))] == [None] * 3
+    assert_close(collected(data, tmp_path / "o"), expected(raw(3)), "outputs", "features")
+
+
+def test_images_of_every_mode_are_read_in_colour(tmp_path):
+    for mode in ("L", "P", "RGBA", "1", "CMYK"):
+        images(1)[0].convert(mode).save(tmp_path / f"{mode}.tif")
+    data = open_data(str(tmp_path))
+    assert {data[row][0].mode for row in range(5)} == {"RGB"}
+
+
+def test_a_folders_identity_is_its_names_and_sizes(tmp_path):
+    image_folder(tmp_path / "a", ROWS)
+    image_folder(tmp_path / "b", ROWS)
+    first = open_data(str(tmp_path / "a")).identity
+    os.utime(tmp_path / "b" / "class_0" / "000.png", (1, 1))
+    assert open_data(str(tmp_path / "b")).identity == first
+    changes = [
+        lambda folder: (folder / "class_0" / "000.png").write_bytes(png(0) + b"more"),
+        lambda folder: (folder / "class_0" / "000.png").rename(folder / "class_0" / "0000.png"),
+        lambda folder: (folder / "class_0" / "0000.png").unlink(),
+        lambda folder: (folder / "a_new_class").mkdir(),
+    ]
+    seen = [first]
+    for change in changes:
+        change(tmp_path / "b")
+        seen.append(open_data(str(tmp_path / "b")).identity)
+    assert len({identity["digest"] for identity in seen}) == len(seen)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("content", [b"no image", png(5)[:90]], ids=["text", "truncated"])
+def test_a_broken_image_is_named_in_one_line(tmp_path, workers, content):
+    labels = image_folder(tmp_path / "images", ROWS)
+    path = tmp_path / "images" / f"class_{labels[5]}" / "005.png"
+    path.write_bytes(content)
+    data = open_data(str(tmp_path / "images"))
+    with pytest.raises(DataError) as error:
+        collected(data, tmp_path / "o", workers=workers)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_folders_that_cannot_be_used_are_refused(tmp_path):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="found none"):
+        open_data(str(tmp_path / "none"))
+    image_folder(tmp_path / "both", 3)
+    (tmp_path / "both" / "loose.png").write_bytes(png(0))
+    with pytest.raises(DataError, match=r"found both \(loose.png and 3 below\)"):
+        open_data(str(tmp_path / "both"))
+    with pytest.raises(OptionError, match="Columns are for tables"):
+        open_data(str(tmp_path / "both"), target_column="label")
+    with pytest.raises(FileError, match="found nothing at"):
+        open_data(str(tmp_path / "absent"))
+    (tmp_path / "data.xls").write_text("")
+    with pytest.raises(OptionError, match="Expected a folder of images"):
+        open_data(str(tmp_path / "data.xls"))
+
+
+def test_images_of_different_sizes_need_a_transform(tmp_path):
+    images(1)[0].save(tmp_path / "a.png")
+    images(1)[0].resize((3, 4)).save(tmp_path / "b.png")
+    with pytest.raises(DataError, match=r"\(3, 4, 3\), \(3, 8, 8\).*--transform"):
+        collected(open_data(str(tmp_path)), tmp_path / "o")
+
+
+# Parquet
+
+
+def write_parquet(path: Path, columns: dict[str, Any], group: int | None = None) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=group)
+    return path
+
+
+def as_stored(rows: int) -> list[dict[str, Any]]:
+    return [{"bytes": png(row), "path": f"{row}.png"} for row in range(rows)]
+
+
+@pytest.mark.parametrize("group", [None, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["bytes", "struct"])
+def test_parquet_of_images(tmp_path, kind, workers, group):
+    content = [png(row) for row in range(ROWS)] if kind == "bytes" else as_stored(ROWS)
+    labels = np.arange(ROWS, dtype=np.int8) % 3
+    path = write_parquet(tmp_path / "d.parquet", {"image": content, "id": list("abcdefghijk"), "label": labels}, group)
+    found = collected(open_data(str(path)), tmp_path / "o", workers=workers)
+    assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3), "outputs", "features", "targets")
+
+
+def test_parquet_of_numbers_and_text(tmp_path):
+    grid = np.random.default_rng(0).normal(size=(ROWS, 2, 3))
+    columns = {
+        "nested": grid.tolist(),
+        "flat": [row.ravel().tolist() for row in grid],
+        "a": grid[:, 0, 0],
+        "b": np.arange(ROWS),
+        "words": [f"word {row}" for row in range(ROWS)],
+        "several": [[row, 2 * row] for row in range(ROWS)],
+    }
+    path = str(write_parquet(tmp_path / "d.parquet", columns))
+
+    def read(*inputs: str, target: str | None = None) -> tuple[list[Any], list[Any]]:
+        data: Any = open_data(path, input_columns=inputs, target_column=target)
+        rows = [data[row] for row in range(ROWS)]
+        return [value for value, _ in rows], [value for _, value in rows]
+
+    np.testing.assert_array_equal(read("nested")[0], grid)
+    np.testing.assert_array_equal(read("flat")[0], grid.reshape(ROWS, -1))
+    np.testing.assert_array_equal(read("a")[0], grid[:, 0, :1])
+    np.testing.assert_array_equal(read("b", "a")[0], np.stack([np.arange(ROWS), grid[:, 0, 0]], 1))
+    assert read("words")[0] == columns["words"]
+    np.testing.assert_array_equal(read("a", target="b")[1], np.arange(ROWS))
+    np.testing.assert_array_equal(read("a", target="several")[1], columns["several"])
+
+
+def test_parquet_is_read_from_anywhere(tmp_path):
+    numbers = np.arange(1000.0)
+    data = open_data(str(write_parquet(tmp_path / "d.parquet", {"x": numbers, "y": numbers}, 150)))
+    for start, stop in [(0, 10), (10, 300), (290, 310), (0, 1), (999, 1000), (500, 640), (640, 641), (149, 151)]:
+        rows = data.__getitems__(list(range(start, stop)))
+        np.testing.assert_array_equal([float(x[0]) for x, _ in rows], numbers[start:stop])
+        np.testing.assert_array_equal([y for _, y in rows], numbers[start:stop])
+
+
+def test_parquet_identity_is_the_bytes_and_the_columns(tmp_path):
+    a, b, c = (tmp_path / f"{name}.parquet" for name in "abc")
+    write_parquet(a, {"x": [1.0, 2.0], "z": [1.0, 2.0]})
+    b.write_bytes(a.read_bytes())
+    write_parquet(c, {"x": [1.0, 3.0], "z": [1.0, 2.0]})
+    assert open_data(str(a)).identity == open_data(str(b)).identity
+    assert open_data(str(a)).identity != open_data(str(c)).identity
+    assert open_data(str(a)).identity != open_data(str(a), input_columns=["z"]).identity
+    assert open_data(str(a)).identity != open_data(str(a), target_column="z").identity
+
+
+def test_columns_that_cannot_be_used_are_refused(tmp_path):
+    columns = {
+        "first": [1.0, None],
+        "second": [[1.0], [2.0, 3.0]],
+        "third": ["a", "b"],
+        "fourth": [[[1.0]], [[1.0], []]],
+    }
+    path = str(write_parquet(tmp_path / "d.parquet", columns))
+    with pytest.raises(OptionError, match="Which column holds the inputs"):
+        open_data(path)
+    with pytest.raises(OptionError, match="The columns are: first, second, third"):
+        open_data(path, input_columns=["zeroth"])
+    with pytest.raises(DataError, match=r"found none in row 1 of column 'first' of d\.parquet"):
+        open_data(path, input_columns=["first"])[1]
+    with pytest.raises(DataError, match="Expected numbers in column 'third', got string"):
+        open_data(path, input_columns=["second"], target_column="third")[0]
+    with pytest.raises(DataError, match="one number a row in each of several"):
+        open_data(path, input_columns=["second", "second"])[0]
+    with pytest.raises(DataError, match="of one length in column 'fourth'"):
+        open_data(path, input_columns=["fourth"])[1]
+    with pytest.raises(DataError, match="inputs of one shape"):
+        collected(open_data(path, input_columns=["second"]), tmp_path / "o")
+    with pytest.raises(DataError, match="got text, which must be made into numbers"):
+        collected(open_data(path, input_columns=["third"]), tmp_path / "o2")
+    (tmp_path / "text.parquet").write_text("no")
+    with pytest.raises(FileError, match="Expected a Parquet file"):
+        open_data(str(tmp_path / "text.parquet"))
+    with pytest.raises(DataError, match="at least one row"):
+        open_data(str(write_parquet(tmp_path / "empty.parquet", {"x": np.zeros(0)})))
+
+
+def test_a_broken_image_in_a_table_is_named(tmp_path):
+    content = as_stored(ROWS)
+    content[7]["bytes"] = b"no"
+    data = open_data(str(write_parquet(tmp_path / "d.parquet", {"image": content})))
+    with pytest.raises(DataError, match=r"found that row 7 of d.parquet \(7.png\) cannot be"):
+        collected(data, tmp_path / "o")
+    content[7] = {"bytes": None, "path": None}
+    data = open_data(str(write_parquet(tmp_path / "d.parquet", {"image": content})))
+    with pytest.raises(DataError, match=r"found neither"):
+        data[7]
+
+
+# .npz
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_npz(tmp_path, save, workers):
+    x, y = raw(ROWS).numpy(), np.arange(ROWS, dtype=np.uint8) % 3
+    save(tmp_path / "d.npz", inputs=x.astype(np.float64), targets=y, others=np.zeros(3))
+    found = collected(open_data(str(tmp_path / "d.npz")), tmp_path / "o", workers=workers)
+    assert_close(found, expected(torch.from_numpy(x), torch.arange(ROWS) % 3), "outputs", "features", "targets")
+
+
+def test_npz_is_read_from_anywhere_and_never_whole(tmp_path, monkeypatch):
+    x = np.arange(3000.0).reshape(1000, 3)
+    np.savez_compressed(tmp_path / "d.npz", x=x, y=x[:, 0])
+    monkeypatch.setattr(np, "load", lambda *args, **kwargs: pytest.fail("the file was loaded"))
+    data = open_data(str(tmp_path / "d.npz"))
+    for start, stop in [(0, 10), (10, 300), (290, 310), (0, 1), (999, 1000)]:
+        rows = data.__getitems__(list(range(start, stop)))
+        np.testing.assert_array_equal([value for value, _ in rows], x[start:stop])
+        np.testing.assert_array_equal([value for _, value in rows], x[start:stop, 0])
+
+
+def test_npz_that_cannot_be_used_is_refused(tmp_path):
+    path = tmp_path / "d.npz"
+    for arrays, options, error, message in [
+        ({"x": np.zeros(3), "y": np.zeros(2)}, {}, DataError, "as many targets as inputs"),
+        ({"x": np.array([{}])}, {}, DataError, "got object"),
+        ({"x": np.asfortranarray(np.ones((3, 2)))}, {}, DataError, "Fortran"),
+        ({"x": np.array(3.0)}, {}, DataError, "one row a point"),
+        ({"x": np.zeros((0, 2))}, {}, DataError, "at least one row"),
+        ({"a": np.zeros(3), "b": np.zeros(3)}, {}, OptionError, "Which column"),
+        ({"a": np.zeros(3), "b": np.zeros(3)}, {"input_columns": ["a", "b"]}, DataError, "one array of inputs"),
+    ]:
+        np.savez(path, **arrays)
+        with pytest.raises(error, match=message):
+            open_data(str(path), **options)
+    path.write_text("no")
+    with pytest.raises(FileError, match=r"Expected an \.npz file"):
+        open_data(str(path))
+    np.savez(path, x=np.arange(10_000.0))
+    content = bytearray(path.read_bytes())
+    content[5000] ^= 255
+    path.write_bytes(content)
+    with pytest.raises(FileError, match="damaged"):
+        open_data(str(path)).__getitems__(list(range(10_000)))
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "extra"),
+    [("images", "PIL", "images"), ("d.parquet", "pyarrow", "parquet"), ("hf:some/data:train", "datasets", "hf")],
+)
+def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch, name, library, extra):
+    image_folder(tmp_path / "images", 3)
+    (tmp_path / "d.parquet").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'posthoc\[{extra}\]'"):
+        open_data(name)

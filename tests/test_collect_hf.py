@@ -1,0 +1,170 @@
+"""Hugging Face's models and data sets, made here and saved as they are on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from posthoc import DataError, FileError, OptionError, Outputs
+from posthoc.backbone import Backbone
+from posthoc.collecting import collect_to_folder
+from posthoc.integrations.datasets import open_data
+from posthoc.integrations.hub import StreamedRows
+from posthoc.integrations.predictors import open_predictor
+from posthoc.integrations.transforms import Collate, Plain
+from tests.collecting_cases import SIDE, TinyNet, assert_close, expected, images, outputs, raw
+
+ROWS = 5
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory) -> Path:
+    """Tiny models saved as they are on the hub: a vision transformer, and a BERT with a vocabulary of four words."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("hub")
+    small: dict[str, Any] = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "num_labels": 3,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        vit = transformers.ViTForImageClassification(transformers.ViTConfig(**small, image_size=SIDE, patch_size=4))
+        settings = transformers.BertConfig(**small, vocab_size=6, max_position_embeddings=6)
+        bert = transformers.BertForSequenceClassification(settings)
+        headless = transformers.BertModel(settings)
+    vit.save_pretrained(folder / "vit")
+    transformers.ViTImageProcessor(size={"height": SIDE, "width": SIDE}).save_pretrained(folder / "vit")
+    words = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "one", "two", "three", "four"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+    for name, model in [("bert", bert), ("headless", headless), ("unsafe", bert)]:
+        model.save_pretrained(folder / name)
+        fast.save_pretrained(folder / name)
+    headless.config.architectures = ["BertForSequenceClassification"]
+    headless.config.save_pretrained(folder / "headless")
+    torch.save(bert.state_dict(), folder / "unsafe" / "pytorch_model.bin")
+    (folder / "unsafe" / "model.safetensors").unlink()
+    return folder
+
+
+def test_a_hugging_face_image_classifier(hub):
+    from transformers import ViTForImageClassification
+
+    predictor = open_predictor(f"hf:{hub / 'vit'}")
+    found = outputs(predictor, images(ROWS))
+    net = ViTForImageClassification.from_pretrained(hub / "vit").eval()
+    with torch.no_grad():
+        x = (raw(ROWS) - 0.5) / 0.5  # the images have the network's size, so that only the values change
+        features = net.vit(x).last_hidden_state[:, 0]
+        assert_close(found, Outputs(net(x).logits, None, features), "outputs", "features")
+    assert predictor.identity["predictor"] == "hf:vit"
+    assert predictor.identity["layer"] == "input of classifier"
+
+
+def test_a_hugging_face_text_classifier(hub):
+    from transformers import BertForSequenceClassification
+
+    predictor = open_predictor(f"hf:{hub / 'bert'}", layer="bert.pooler")
+    found = outputs(predictor, ["one two", "three", "four five one one one one one"])
+    net = BertForSequenceClassification.from_pretrained(hub / "bert").eval()
+    with torch.no_grad():
+        rows = [[2, 3], [4], [5, 1, 2, 2, 2, 2]]  # the last is cut to the six positions that there are
+        answers = [net(torch.tensor([row])).logits for row in rows]
+        pooled = [net.bert(torch.tensor([row])).pooler_output for row in rows]
+    assert_close(found, Outputs(torch.cat(answers), None, torch.cat(pooled)), "outputs", "features")
+
+
+def test_hugging_face_models_that_cannot_be_used_are_refused(hub, monkeypatch):
+    with pytest.raises(FileError, match="found none for classifier"):
+        open_predictor(f"hf:{hub / 'headless'}")
+    with pytest.raises(FileError, match="safetensors"):
+        open_predictor(f"hf:{hub / 'unsafe'}")
+    with pytest.raises(FileError, match="Expected a model on the Hugging Face hub or a folder of one"):
+        open_predictor(f"hf:{hub}")
+    with pytest.raises(DataError, match="Expected an image a row for this predictor, got text"):
+        outputs(open_predictor(f"hf:{hub / 'vit'}"), ["one"])
+    with pytest.raises(DataError, match="Expected text a row for this predictor, got an image"):
+        outputs(open_predictor(f"hf:{hub / 'bert'}"), images(ROWS))
+
+
+def test_a_hugging_face_model_with_weights_of_ones_own(hub, tmp_path):
+    from transformers import ViTForImageClassification
+
+    net = ViTForImageClassification.from_pretrained(hub / "vit").eval()
+    nn.init.ones_(net.classifier.bias)
+    save_file(net.state_dict(), tmp_path / "own.safetensors")
+    found = outputs(open_predictor(f"hf:{hub / 'vit'}", weights=str(tmp_path / "own.safetensors")), images(ROWS))
+    with torch.no_grad():
+        torch.testing.assert_close(found.outputs, net((raw(ROWS) - 0.5) / 0.5).logits)
+
+
+# Data sets
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """The same rows as a data set saved to disk, as one of several splits, and as files in a folder."""
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=3)})
+    labels = [row % 3 for row in range(2 * ROWS)]
+    whole = datasets.Dataset.from_dict({"image": images(2 * ROWS), "label": labels}, features)
+    whole.save_to_disk(folder / "mapped")
+    datasets.DatasetDict({"train": whole, "test": whole.select(range(ROWS))}).save_to_disk(folder / "splits")
+    (folder / "files").mkdir()
+    for part in range(2):
+        rows = whole.select(range(part * ROWS, (part + 1) * ROWS))
+        rows.to_parquet(folder / "files" / f"train-{part:05}-of-00002.parquet")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("mapped", 2 * ROWS), ("splits:train", 2 * ROWS), ("splits:test", ROWS), ("files", 2 * ROWS)]
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_hugging_face_data_sets(saved, tmp_path, name, rows, workers):
+    data = open_data(f"hf:{saved}/{name}")
+    backbone, collate = Backbone(TinyNet(), None, None), Collate(Plain())
+    found = collect_to_folder(
+        backbone, data, tmp_path, identity=data.identity, collate=collate, batch_size=3, workers=workers
+    )
+    assert_close(found, expected(raw(rows), torch.arange(rows) % 3), "outputs", "features", "targets")
+
+
+def test_a_streamed_data_set_is_resumed_at_its_row(saved):
+    data = open_data(f"hf:{saved}/files:train")
+    assert isinstance(data, StreamedRows)
+    rest = list(data.skip(ROWS + 1))
+    assert [label for _, label in rest] == [row % 3 for row in range(ROWS + 1, 2 * ROWS)]
+    assert (np.asarray(rest[0][0]) == np.asarray(images(ROWS + 2)[-1])).all()
+
+
+def test_hugging_face_data_sets_have_an_identity(saved):
+    names = ["mapped", "splits:train", "splits:test", "files"]
+    marks = [open_data(f"hf:{saved}/{name}").identity for name in names]
+    assert all(marks.count(mark) == 1 for mark in marks)
+    assert open_data(f"hf:{saved}/mapped").identity == marks[0]
+    other = open_data(f"hf:{saved}/mapped", input_columns=["label"], target_column="label")
+    assert other.identity != marks[0]
+
+
+def test_hugging_face_data_sets_that_cannot_be_used_are_refused(saved, tmp_path, monkeypatch):
+    with pytest.raises(OptionError, match="Expected one of the splits train, test, got None"):
+        open_data(f"hf:{saved}/splits")
+    with pytest.raises(OptionError, match="Expected one of the splits train, got test"):
+        open_data(f"hf:{saved}/files:test")
+    with pytest.raises(OptionError, match="which has none"):
+        open_data(f"hf:{saved}/mapped:train")
+    with pytest.raises(FileError, match="Expected a data set on the Hugging Face hub or a folder of one"):
+        open_data(f"hf:{tmp_path}")

@@ -1,0 +1,345 @@
+"""Predictors named by strings: each gives what calling the network gives, and none runs code that nobody trusted."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from posthoc import DataError, FileError, LayerError, MissingExtraError, OptionError, Outputs
+from posthoc.backbone import fingerprint
+from posthoc.integrations.predictors import open_predictor
+from tests.collecting_cases import NET, TinyNet, assert_close, expected, images, outputs, raw
+
+ROWS = 5
+
+
+# Import strings
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An empty folder to work in, from which modules can be imported by name for as long as the test lasts."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] == "own_nets":
+            del sys.modules[name]
+
+
+def test_a_module_in_the_current_folder(package):
+    (package / "own_nets").mkdir()
+    (package / "own_nets" / "small.py").write_text(
+        "from tests.collecting_cases import TinyNet\n"
+        "def make(): return TinyNet()\n"
+        "ready = TinyNet()\n"
+        "number = 3\n"
+        "def returns_a_number(): return 3\n"
+    )
+    for name in ("make", "ready"):
+        found = outputs(open_predictor(f"own_nets.small:{name}", trust_code=True), images(ROWS))
+        assert_close(found, expected(raw(ROWS)), "outputs", "features")
+    for name in ("number", "returns_a_number"):
+        with pytest.raises(OptionError, match="got int"):
+            open_predictor(f"own_nets.small:{name}", trust_code=True)
+    with pytest.raises(OptionError, match="It has: TinyNet, make, ready"):
+        open_predictor("own_nets.small:absent", trust_code=True)
+    with pytest.raises(OptionError, match="cannot be imported"):
+        open_predictor("own_nets.absent:make", trust_code=True)
+
+
+def test_code_is_not_run_unless_it_is_trusted(package):
+    (package / "own_nets.py").write_text("raise SystemExit('this ran')")
+    (package / "net.pt").write_bytes(b"")
+    (package / "net.pt2").write_bytes(b"")
+    for options in [
+        {"name": "own_nets:make"},
+        {"name": "net.pt"},
+        {"name": "net.pt2"},
+    ]:
+        with pytest.raises(OptionError, match=r"could do anything.*--trust-code"):
+            open_predictor(**options)
+    assert "own_nets" not in sys.modules
+
+
+def test_a_transform_is_not_run_unless_it_is_trusted(package, fake_torchvision):
+    (package / "own_nets.py").write_text("raise SystemExit('this ran')")
+    with pytest.raises(OptionError, match=r"could do anything.*--trust-code"):
+        open_predictor("torchvision:tiny", transform="own_nets:transform")
+    with pytest.raises(OptionError, match=r"package\.module:function"):
+        open_predictor("torchvision:tiny", transform="resize")
+
+
+def test_any_callable_has_outputs_but_no_layers():
+    predictor = open_predictor("tests.collecting_cases:mean_of_pixels", trust_code=True)
+    wanted = raw(ROWS).flatten(1).mean(1, keepdim=True)
+    assert_close(outputs(predictor, images(ROWS)), Outputs(wanted), "outputs")
+    assert predictor.identity["network"] is None
+    with pytest.raises(LayerError, match=r"Expected an nn.Module"):
+        open_predictor("tests.collecting_cases:mean_of_pixels", trust_code=True, layer="fc")
+
+
+def test_the_identity_tells_weights_layers_and_transforms_apart():
+    net, other = (
+        open_predictor(f"tests.collecting_cases:{name}", trust_code=True) for name in ("tiny_net", "other_net")
+    )
+    assert net.identity["network"] == fingerprint(TinyNet())
+    assert other.identity["network"] != net.identity["network"]
+    assert open_predictor(NET, trust_code=True, layer="conv").identity["layer"] == "conv"
+    own = open_predictor(NET, trust_code=True, transform="tests.collecting_cases:centred")
+    assert own.identity["transform"] == "tests.collecting_cases:centred"
+
+
+def test_what_names_no_predictor_is_refused(tmp_path):
+    for name in ("resnet50", "torchvision:", "net.h5"):
+        with pytest.raises(OptionError, match="Expected a predictor such as torchvision:resnet50"):
+            open_predictor(name, trust_code=True)
+    with pytest.raises(FileError, match="found none at"):
+        open_predictor(str(tmp_path / "absent.onnx"))
+    with pytest.raises(OptionError, match="device"):
+        open_predictor(NET, trust_code=True, device="abacus")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(OptionError, match="PyTorch sees no GPU"):
+        open_predictor(NET, trust_code=True, device="cuda")
+
+
+# Files of weights
+
+
+@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"epoch": 3, "state_dict": state}])
+def test_weights_from_a_file(tmp_path, wrap):
+    trained = TinyNet(seed=9)
+    torch.save(wrap(trained.state_dict()), tmp_path / "w.pt")
+    save_file(trained.state_dict(), tmp_path / "w.safetensors")
+    torch.save({f"module.{name}": value for name, value in trained.state_dict().items()}, tmp_path / "parallel.pth")
+    for name in ("w.pt", "w.safetensors", "parallel.pth"):
+        predictor = open_predictor(NET, weights=str(tmp_path / name), trust_code=True)
+        assert_close(outputs(predictor, images(ROWS)), expected(raw(ROWS), net=trained), "outputs", "features")
+        assert predictor.identity["network"] == fingerprint(trained)
+
+
+class Bomb:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, (os.environ["POSTHOC_TEST_BOMB"],)
+
+
+def test_weights_are_never_unpickled(tmp_path, monkeypatch):
+    monkeypatch.setenv("POSTHOC_TEST_BOMB", str(tmp_path / "exploded"))
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    torch.save({"fc.weight": Bomb()}, tmp_path / "bomb.pt")
+    (tmp_path / "bomb.pth").write_bytes(pickle.dumps(Bomb()))
+    for name in ("bomb.pt", "bomb.pth"):
+        with pytest.raises(FileError, match="could run code"):
+            open_predictor(NET, weights=str(tmp_path / name), trust_code=True)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path):
+    save_file(TinyNet(num_classes=7).state_dict(), tmp_path / "seven.safetensors")
+    save_file({"fc.weight": torch.ones(3, 4), "stem": torch.ones(1)}, tmp_path / "other.safetensors")
+    (tmp_path / "text.safetensors").write_text("no")
+    torch.save([1, 2], tmp_path / "list.pt")
+    for name, message in [
+        ("seven.safetensors", r"fc.weight \(7, 4\) instead of \(3, 4\)"),
+        ("other.safetensors", "conv.weight missing.* and 4 more"),
+        ("text.safetensors", "Expected tensors by name"),
+        ("list.pt", "found list"),
+        ("absent.safetensors", "found none at"),
+    ]:
+        with pytest.raises(FileError, match=message):
+            open_predictor(NET, weights=str(tmp_path / name), trust_code=True)
+    with pytest.raises(OptionError, match="got the name 'DEFAULT'"):
+        open_predictor(NET, weights="DEFAULT", trust_code=True)
+    with pytest.raises(OptionError, match=r"Expected an nn.Module to put weights into"):
+        open_predictor(
+            "tests.collecting_cases:mean_of_pixels", weights=str(tmp_path / "seven.safetensors"), trust_code=True
+        )
+
+
+# torchvision and timm, by stand-ins with the same functions
+
+
+class Brighter(nn.Module):
+    """A transform as torchvision's are: a module that tells its settings."""
+
+    def __init__(self, *, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def __repr__(self) -> str:
+        return f"Brighter(\n    by={self.by}\n)"
+
+    def forward(self, image: Any) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy()) / 255.0 + self.by
+
+
+@dataclass
+class Weights:
+    seed: int
+    transforms: Any
+
+
+class TinyWeights(Enum):
+    V1 = Weights(1, partial(Brighter, by=0.1))
+    V2 = Weights(2, partial(Brighter, by=0.2))
+    DEFAULT = V2
+
+    @property
+    def transforms(self) -> Any:
+        return self.value.transforms
+
+
+def get_model(name: str, *, weights: TinyWeights | None = None, num_classes: int = 3) -> TinyNet:
+    assert name == "tiny"
+    if weights is None:
+        return TinyNet(num_classes)
+    assert os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
+    return TinyNet(seed=weights.value.seed)
+
+
+def get_model_weights(name: str) -> type[TinyWeights]:
+    assert name == "tiny"
+    return TinyWeights
+
+
+@pytest.fixture
+def fake_torchvision(monkeypatch):
+    module, models = ModuleType("torchvision"), ModuleType("torchvision.models")
+    vars(models).update(get_model=get_model, get_model_weights=get_model_weights, list_models=lambda: ["tiny", "huge"])
+    monkeypatch.setitem(sys.modules, "torchvision", module)
+    monkeypatch.setitem(sys.modules, "torchvision.models", models)
+
+
+@pytest.mark.parametrize(("weights", "seed"), [(None, 2), ("DEFAULT", 2), ("V1", 1), ("V2", 2), ("TinyWeights.V1", 1)])
+def test_torchvision_with_published_weights(fake_torchvision, weights, seed):
+    predictor = open_predictor("torchvision:tiny", weights=weights)
+    wanted = expected(raw(ROWS) + seed / 10, net=TinyNet(seed=seed))
+    assert_close(outputs(predictor, images(ROWS)), wanted, "outputs", "features")
+    assert predictor.identity["transform"] == f"Brighter( by={seed / 10} )"
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+def test_torchvision_with_a_file_and_without_a_transform(fake_torchvision, tmp_path):
+    trained = TinyNet(num_classes=7, seed=5)
+    save_file(trained.state_dict(), tmp_path / "w.safetensors")
+    predictor = open_predictor("torchvision:tiny", weights=str(tmp_path / "w.safetensors"))
+    assert_close(outputs(predictor, images(ROWS)), expected(raw(ROWS) + 0.2, net=trained), "outputs", "features")
+    plain = open_predictor("torchvision:tiny", weights=str(tmp_path / "w.safetensors"), transform="none")
+    assert_close(outputs(plain, images(ROWS)), expected(raw(ROWS), net=trained), "outputs", "features")
+
+
+def test_torchvision_names_that_do_not_exist(fake_torchvision):
+    with pytest.raises(OptionError, match="Do you mean tiny"):
+        open_predictor("torchvision:tinny")
+    with pytest.raises(OptionError, match="The weights are: V1, V2, DEFAULT"):
+        open_predictor("torchvision:tiny", weights="V3")
+    with pytest.raises(DataError, match="Expected an image a row for this predictor, got numbers"):
+        outputs(open_predictor("torchvision:tiny"), [np.ones(3)])
+
+
+@pytest.fixture
+def fake_timm(monkeypatch):
+    module, data = ModuleType("timm"), ModuleType("timm.data")
+    seeds = {"tiny": 2, "tiny.v1": 1, "tiny.v2": 2}
+
+    def create_model(name: str, pretrained: bool = False, num_classes: int = 3) -> TinyNet:
+        assert not pretrained or os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
+        return TinyNet(num_classes, seed=seeds[name] if pretrained else 0)
+
+    def list_models(filter: str = "", *, include_tags: bool = False) -> list[str]:
+        return ["tiny.v1", "tiny.v2"] if include_tags else ["tiny"]
+
+    def create_transform(by: float, is_training: bool = True) -> Brighter:
+        assert not is_training
+        return Brighter(by=by)
+
+    vars(module).update(create_model=create_model, list_models=list_models)
+    vars(data).update(resolve_model_data_config=lambda model: {"by": 0.3}, create_transform=create_transform)
+    monkeypatch.setitem(sys.modules, "timm", module)
+    monkeypatch.setitem(sys.modules, "timm.data", data)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "seed"),
+    [("tiny", None, 2), ("tiny", "DEFAULT", 2), ("tiny", "v1", 1), ("tiny.v1", None, 1), ("tiny.v1", "v2", 2)],
+)
+def test_timm_with_published_weights(fake_timm, name, weights, seed):
+    predictor = open_predictor(f"timm:{name}", weights=weights)
+    wanted = expected(raw(ROWS) + 0.3, net=TinyNet(seed=seed))
+    assert_close(outputs(predictor, images(ROWS)), wanted, "outputs", "features")
+
+
+def test_timm_with_a_file_and_names_that_do_not_exist(fake_timm, tmp_path):
+    trained = TinyNet(num_classes=7, seed=5)
+    torch.save(trained.state_dict(), tmp_path / "w.pth")
+    predictor = open_predictor("timm:tiny", weights=str(tmp_path / "w.pth"))
+    assert_close(outputs(predictor, images(ROWS)), expected(raw(ROWS) + 0.3, net=trained), "outputs", "features")
+    for name, weights in [("tinny", None), ("tiny", "v3")]:
+        with pytest.raises(OptionError, match=r"Do you mean .*tiny"):
+            open_predictor(f"timm:{name}", weights=weights)
+
+
+# The libraries themselves, where they are
+
+
+def real_network(library: str) -> tuple[Any, Any]:
+    """A ResNet-18 of four classes and the transform of its default weights."""
+    try:
+        real: Any = import_module(library)
+    except Exception as error:  # a torchvision for another torch fails in its own ways
+        pytest.skip(f"{library} cannot be imported: {error}")
+    if library == "torchvision":
+        return real.models.resnet18(num_classes=4), real.models.ResNet18_Weights.DEFAULT.transforms()
+    net = real.create_model("resnet18", num_classes=4)
+    return net, real.data.create_transform(**real.data.resolve_model_data_config(net), is_training=False)
+
+
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+def test_the_real_library(library, tmp_path):
+    net, transform = real_network(library)
+    save_file(net.state_dict(), tmp_path / "w.safetensors")
+    predictor = open_predictor(f"{library}:resnet18", weights=str(tmp_path / "w.safetensors"))
+    found = outputs(predictor, images(ROWS))
+    with torch.no_grad():
+        wanted = net.eval()(torch.stack([transform(picture) for picture in images(ROWS)]))
+    torch.testing.assert_close(found.outputs, wanted)
+    assert found.features is not None
+    torch.testing.assert_close(net.fc(found.features), wanted)
+    with pytest.raises(OptionError, match="resnet18"):
+        open_predictor(f"{library}:resnet_18")
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "extra"),
+    [
+        ("torchvision:resnet50", "torchvision", "torchvision"),
+        ("timm:resnet50", "timm", "timm"),
+        ("hf:some/model", "transformers", "hf"),
+        ("net.onnx", "onnxruntime", "onnx"),
+    ],
+)
+def test_a_missing_library_says_what_to_install(package, monkeypatch, name, library, extra):
+    (package / "net.onnx").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"{library}.models", raising=False)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'posthoc\[{extra}\]'"):
+        open_predictor(name)

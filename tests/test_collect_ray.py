@@ -1,0 +1,77 @@
+"""Ray Data gives what one process gives. One test, since a cluster takes its time to start."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from posthoc import FMGP, DataError, FileError, OptionError
+from posthoc.collecting import collect_to_folder
+from posthoc.integrations.plan import Plan
+from tests.cases import QUICK, answers, same
+from tests.collecting_cases import NET, assert_close, contents, expected, raw
+
+ROWS = 23
+
+
+def test_a_cluster_collects_and_predicts_as_one_process_does(tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    from posthoc.integrations.ray import cluster, collect_with_ray, predict_with_ray, require
+
+    np.savez(tmp_path / "d.npz", inputs=raw(ROWS).numpy(), targets=np.arange(ROWS) % 3)
+    plan = Plan(NET, str(tmp_path / "d.npz"), inputs=True, trust_code=True)
+    opened = plan.open()
+    local = collect_to_folder(
+        opened.backbone,
+        opened.data,
+        tmp_path / "local",
+        identity=opened.identity,
+        collate=opened.collate,
+        inputs=True,
+        batch_size=4,
+    )
+    FMGP(None, "classification", **QUICK).fit(local).save(tmp_path / "head.safetensors")
+    wanted = FMGP.load(tmp_path / "head.safetensors").predict(local)
+
+    with cluster(require("ray", "ray", "")):
+        monkeypatch.chdir(tmp_path)  # the actors stay where they are
+        relative = Plan(NET, "d.npz", inputs=True, trust_code=True)
+        found = collect_with_ray(relative, tmp_path / "ray", batch_size=4, actors=2)
+        assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3), "outputs", "targets", "features", "inputs")
+        assert contents(tmp_path / "ray") == contents(tmp_path / "local")
+
+        parts = list(predict_with_ray("head.safetensors", "ray", rows=5, actors=1))
+        assert [len(part) for part in parts] == [5, 5, 5, 5, 3]
+        assert same(answers(type(wanted).cat(parts)), answers(wanted))
+
+
+def test_an_actor_returns_errors_as_they_are(tmp_path):
+    pytest.importorskip("ray")
+    from posthoc.integrations.ray import Actor, Collecting
+
+    x = raw(ROWS).numpy()
+    x[9] = np.nan
+    np.savez(tmp_path / "d.npz", inputs=x)
+    actor = Actor(partial(Collecting, Plan(NET, str(tmp_path / "d.npz"), trust_code=True)), [])
+    (made,) = actor({"start": np.array([4]), "stop": np.array([8])})["made"]
+    assert_close(made, expected(raw(8)[4:]), "outputs", "features")
+    (made,) = actor({"start": np.array([8]), "stop": np.array([12])})["made"]
+    assert isinstance(made, DataError)
+    (made,) = Actor(partial(Collecting, Plan(NET, "absent.npz")), [])({"start": [0], "stop": [4]})["made"]
+    assert isinstance(made, FileError)
+
+
+def test_a_stream_is_refused(tmp_path):
+    pytest.importorskip("datasets")
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("ray")
+    from posthoc.integrations.ray import collect_with_ray
+    from tests.test_collect_data import write_parquet
+
+    (tmp_path / "files").mkdir()
+    write_parquet(tmp_path / "files" / "train.parquet", {"x": np.ones(3)})
+    with pytest.raises(OptionError, match="got a stream"):
+        collect_with_ray(Plan(NET, f"hf:{tmp_path / 'files'}", trust_code=True), tmp_path / "o")

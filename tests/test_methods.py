@@ -1,0 +1,175 @@
+"""The registry, the network as it is, and temperature scaling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+
+from posthoc import FMGP, MAP, Categorical, FileError, Gaussian, OptionError, Outputs, PosthocWarning, Temperature, load
+from posthoc.evaluation import evaluate
+from posthoc.files import write_head
+from posthoc.methods import REGISTRY, method_named
+from tests.cases import labels, mlp, recorded, values
+
+G = torch.Generator
+
+
+def classified(n: int = 400, classes: int = 5, scale: float = 3.0, seed: int = 0) -> Outputs:
+    """Logits that are `scale` times too sure of themselves."""
+    g = G().manual_seed(seed)
+    logits = torch.randn(n, classes, generator=g, dtype=torch.float64)
+    y = torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1)
+    return Outputs(scale * logits, y)
+
+
+def nll(logits: Tensor, y: Tensor, temperature: float) -> float:
+    return float(torch.nn.functional.cross_entropy(logits / temperature, y))
+
+
+# The registry.
+
+
+def test_registry_knows_methods_by_their_names():
+    assert {"fmgp", "map", "temperature"} <= REGISTRY.keys()
+    assert all(method.name == name for name, method in REGISTRY.items())
+    assert method_named("fmgp") is FMGP
+    with pytest.raises(OptionError, match="Expected a method among fmgp, map, temperature, got 'laplase'"):
+        method_named("laplase")
+
+
+def test_head_of_a_method_nobody_knows_is_refused(tmp_path):
+    config = dict.fromkeys(("options", "likelihood", "layer", "outputs_are", "width", "network"))
+    write_head(tmp_path / "head", {"a": torch.zeros(1)}, {**config, "method": "from_the_future"})
+    with pytest.raises(FileError, match="found one of 'from_the_future'"):
+        load(tmp_path / "head")
+
+
+# MAP.
+
+
+def test_map_is_the_softmax_of_the_network():
+    data = classified()
+    pred = MAP(None, "classification").fit(data).predict(data)
+    torch.testing.assert_close(pred.probs, data.outputs.softmax(-1))
+    assert (pred.variance == 0).all()
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_map_has_the_constant_noise_that_is_best_on_validation_data(width):
+    g = G().manual_seed(1)
+    outputs, residual = torch.randn(300, width, generator=g), torch.randn(300, width, generator=g)
+    spread = torch.arange(1, width + 1)
+    data = Outputs(outputs, outputs + 0.1 * residual)
+    val = Outputs(outputs, outputs + spread * residual)
+    pred = MAP(None, "regression").fit(data, val=val).predict(val)
+    torch.testing.assert_close(pred.std[0], (spread * residual).square().mean(0).sqrt())
+    best = float(pred.log_prob(val.targets).mean())
+    for factor in (0.95, 1.05):
+        worse = torch.distributions.Normal(outputs, factor * pred.std).log_prob(val.targets).sum(-1).mean()
+        assert float(worse) < best
+    alone = MAP(None, "regression").fit(data).predict(val)
+    torch.testing.assert_close(alone.std[0], 0.1 * residual.square().mean(0).sqrt())
+
+
+def test_the_bare_predictor_behind_a_head():
+    data = classified()
+    head = FMGP(None, "classification", steps=3, num_inducing=4).fit(data)
+    torch.testing.assert_close(MAP.beside(head).predict(data).probs, data.outputs.softmax(-1))
+    reals = recorded(mlp(2), torch.randn(50, 3), values(50, 2))
+    head = FMGP(None, Gaussian(noise="per_output"), steps=3, num_inducing=4).fit(reals)
+    bare = MAP.beside(head).predict(reals)
+    torch.testing.assert_close(bare.std[0], (reals.targets - reals.outputs).square().mean(0).sqrt())
+
+
+def test_evaluate_gives_the_figures_of_both():
+    data = classified()
+    head = Temperature(None, "classification").fit(data)
+    figures = evaluate(head, data, ood=classified(200, scale=0.1))
+    assert figures["base_nll"] == pytest.approx(nll(data.outputs, data.targets, 1.0), rel=1e-6)
+    assert figures["nll"] == pytest.approx(
+        nll(data.outputs, data.targets, head.likelihood.temperature.item()), rel=1e-6
+    )
+    assert figures["nll"] < figures["base_nll"]
+    assert figures["accuracy"] == figures["base_accuracy"]
+    assert figures["ood_auc"] > 0.7
+    assert {name for name in figures if not name.startswith("base_")} == {
+        name.removeprefix("base_") for name in figures if name.startswith("base_")
+    }
+
+
+# Temperature scaling.
+
+
+@pytest.mark.parametrize("scale", [0.2, 1.0, 3.0, 20.0])
+def test_temperature_is_the_one_a_line_search_finds(scale):
+    data = classified(scale=scale)
+    found = Temperature(None, "classification").fit(data).likelihood.temperature.item()
+    options = {"xatol": 1e-10}
+    best = minimize_scalar(
+        lambda t: nll(data.outputs, data.targets, t), bounds=(0.01, 100), method="bounded", options=options
+    )
+    assert found == pytest.approx(best.x, rel=1e-5)
+
+
+def test_temperature_of_shifted_logits_is_the_same():
+    data = classified()
+    shifted = Outputs(data.outputs + 1000.0 * torch.randn(len(data), 1, dtype=torch.float64), data.targets)
+    a, b = (Temperature(None, "classification").fit(d).likelihood.temperature.item() for d in (data, shifted))
+    assert a == pytest.approx(b, rel=1e-9)
+
+
+def test_temperature_does_not_depend_on_how_rows_are_read(monkeypatch):
+    data = classified()
+    whole = Temperature(None, "classification").fit(data).likelihood.temperature.item()
+    monkeypatch.setattr("posthoc.methods.temperature.VALUES_AT_ONCE", 7 * 5)
+    assert Temperature(None, "classification").fit(data).likelihood.temperature.item() == pytest.approx(whole, rel=1e-9)
+
+
+def test_a_network_that_is_always_right_or_never_is_told():
+    logits = torch.eye(3).repeat(10, 1)
+    with pytest.warns(PosthocWarning, match="all right on these data, so the temperature was limited to 0.001"):
+        Temperature(None, "classification").fit(Outputs(logits, logits.argmax(-1)))
+    with pytest.warns(PosthocWarning, match="no better than chance"):
+        Temperature(None, "classification").fit(Outputs(logits, (logits.argmax(-1) + 1) % 3))
+
+
+def test_temperature_is_for_classes_and_learns_it():
+    with pytest.raises(OptionError, match="temperature is for classification, not for regression"):
+        Temperature(None, "regression")
+    with pytest.raises(OptionError, match="learns the temperature"):
+        Temperature(None, Categorical(temperature=2.0)).fit(classified())
+
+
+# Outputs that are not logits.
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_probabilities_serve_as_well_as_logits(name, tmp_path):
+    data = classified(60, 3)
+    said = {"probs": data.outputs.softmax(-1), "log-probs": data.outputs.log_softmax(-1)}
+    options = {"steps": 5, "num_inducing": 4, "inducing": "random"} if name == "fmgp" else {}
+    make = REGISTRY[name]
+    logits = Outputs(said["log-probs"], data.targets)
+    expected = make(None, "classification", **options).fit(logits).predict(logits)
+    for kind, outputs in said.items():
+        head = make(None, "classification", outputs_are=kind, **options).fit(Outputs(outputs, data.targets))
+        torch.testing.assert_close(head.predict(Outputs(outputs)).probs, expected.probs)
+        head.save(tmp_path / "head")
+        assert torch.equal(
+            load(tmp_path / "head").predict(Outputs(outputs)).probs, head.predict(Outputs(outputs)).probs
+        )
+    with pytest.raises(OptionError, match="outputs_are"):
+        make(None, "classification", outputs_are="odds")
+
+
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
+def test_one_logit_is_of_the_second_class(shape):
+    z, y = torch.randn(40, generator=G().manual_seed(5)), labels(40, 2)
+    both = torch.stack([torch.zeros_like(z), z], -1)
+    one = Temperature(None, "classification").fit(Outputs(z.reshape(shape), y)).predict(Outputs(z.reshape(shape)))
+    two = Temperature(None, "classification").fit(Outputs(both, y)).predict(Outputs(both))
+    assert torch.equal(one.probs, two.probs)
+    p = Temperature(None, "classification", outputs_are="probs").fit(Outputs(z.sigmoid().reshape(shape), y))
+    torch.testing.assert_close(p.predict(Outputs(z.sigmoid().reshape(shape))).probs, two.probs)

@@ -1,0 +1,556 @@
+"""Outputs in files come back to the bit, what is wrong with a file is said, and a killed run goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import resource
+import stat
+import sys
+import time
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from posthoc import DataError, FileError, OptionError, Outputs
+from posthoc.storage import OutputsWriter, open_outputs, read_identity, save_outputs
+
+NAMES = ("outputs", "targets", "features", "inputs")
+FORMS = (".npz", ".safetensors", ".parquet", "")
+ROOT = Path(__file__).parent.parent
+
+
+def some(rows: int = 30, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Outputs:
+    """Outputs, classes, features and inputs with awkward numbers among them."""
+    draw = torch.Generator().manual_seed(seed)
+    outputs = torch.randn(rows, 4, generator=draw).to(dtype)
+    outputs[0, 0], outputs[0, 1], outputs[0, 2] = -0.0, torch.finfo(dtype).smallest_normal / 2, torch.finfo(dtype).max
+    return Outputs(
+        outputs,
+        torch.randint(4, (rows,), generator=draw),
+        torch.randn(rows, 7, generator=draw).to(dtype),
+        torch.randn(rows, 3, generator=draw, dtype=torch.float64),
+    )
+
+
+def bits(outputs: Outputs) -> dict[str, Any]:
+    """Names, types, shapes and bytes."""
+    parts = {name: getattr(outputs, name) for name in NAMES}
+    return {k: (v.dtype, tuple(v.shape), v.contiguous().numpy().tobytes()) for k, v in parts.items() if v is not None}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+def written(folder: Path, data: Outputs, size: int = 7, **options: Any) -> None:
+    """All of data, from where the folder is, in batches of `size`."""
+    with OutputsWriter(folder, **{"identity": {"network": "abc"}, **options}) as writer:
+        for start in range(writer.rows, len(data), size):
+            writer.append(data[start : start + size])
+        writer.finish()
+
+
+class small_files:  # noqa: N801
+    """The system writes no file larger than this, as if the disk were full."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __enter__(self) -> None:
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+# Round trips.
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_format_gives_the_same_bits_back(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    data = some(dtype=dtype)
+    save_outputs(data, tmp_path / f"data{form}")
+    assert bits(open_outputs(tmp_path / f"data{form}")) == bits(data)
+    assert [path.name for path in tmp_path.iterdir()] == [f"data{form}"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "data",
+    [
+        Outputs(torch.randn(5)),
+        Outputs(torch.randn(5, 1), torch.randn(5, 1)),
+        Outputs(torch.randn(5, 2, 3), torch.arange(5, dtype=torch.int32)),
+        Outputs(torch.randn(1, 4), features=torch.randn(1, 2, 3)),
+        Outputs(torch.randn(6, 8).T[:, ::2], torch.tensor([True] * 8)),
+    ],
+    ids=["flat", "one column", "three axes", "one row", "strided"],
+)
+def test_every_format_keeps_shapes_and_what_is_missing(form: str, data: Outputs, tmp_path: Path) -> None:
+    path = tmp_path / f"data{form}"
+    save_outputs(data, path)
+    opened = open_outputs(path)
+    if form == ".parquet" and data.targets is not None and not data.targets.is_floating_point():
+        data = Outputs(data.outputs, data.targets.long())  # a table's whole numbers are of one type
+    assert bits(opened) == bits(data)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_half_precision_stays_on_disk_and_widens_in_memory(form: str, tmp_path: Path) -> None:
+    path, data = tmp_path / f"data{form}", some(2000, dtype=torch.float16)
+    save_outputs(data, path)
+    size = sum(file.stat().st_size for file in path.iterdir()) if form == "" else path.stat().st_size
+    assert size < 2000 * (4 * 2 + 8 + 7 * 2 + 3 * 8) * 1.3
+    opened = open_outputs(path)
+    if form == "":
+        assert bits(opened) == bits(data)
+    else:
+        assert opened.outputs.dtype == opened.features.dtype == torch.float32  # type: ignore[union-attr]
+        assert torch.equal(opened.outputs, data.outputs.float())
+        assert torch.equal(opened.features, data.features.float())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_is_stored_without_loss(form: str, tmp_path: Path) -> None:
+    data = Outputs(torch.randn(9, 3).bfloat16())
+    save_outputs(data, tmp_path / f"data{form}")
+    opened = open_outputs(tmp_path / f"data{form}")
+    assert opened.outputs.dtype == torch.float32
+    assert torch.equal(opened.outputs, data.outputs.float())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_equal_outputs_are_equal_bytes(form: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_outputs(some(), tmp_path / f"{name}{form}")
+    first, second = tmp_path / f"a{form}", tmp_path / f"b{form}"
+    assert contents(first) == contents(second) if form == "" else first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_format_is_known_from_the_content(form: str, tmp_path: Path) -> None:
+    save_outputs(some(), tmp_path / f"data{form}")
+    (tmp_path / f"data{form}").rename(tmp_path / "renamed.txt")
+    assert bits(open_outputs(str(tmp_path / "renamed.txt"))) == bits(some())
+
+
+def test_files_of_others_open_and_their_other_arrays_are_left_alone(tmp_path: Path) -> None:
+    outputs = np.random.default_rng(0).normal(size=(6, 3))
+    np.savez_compressed(tmp_path / "a.npz", outputs=outputs.astype(">f4"), epoch=3, names=np.array(["a"] * 6))
+    opened = open_outputs(tmp_path / "a.npz")
+    assert torch.equal(opened.outputs, torch.from_numpy(outputs.astype(np.float32)))
+    assert opened.targets is None
+    tensors = {"outputs": torch.randn(6, 3).bfloat16(), "targets": torch.arange(6).to(torch.uint8), "w": torch.zeros(2)}
+    save_file(tensors, tmp_path / "b.safetensors", {"format": "pt"})
+    opened = open_outputs(tmp_path / "b.safetensors")
+    assert torch.equal(opened.outputs, tensors["outputs"].float())
+    assert opened.targets is not None
+    assert opened.targets.tolist() == list(range(6))
+
+
+def test_folder_is_plain_npy_files_and_json(tmp_path: Path) -> None:
+    data = some()
+    save_outputs(data, tmp_path / "data")
+    assert set(os.listdir(tmp_path / "data")) == {"outputs.json", *(f"{name}.npy" for name in NAMES)}
+    for name in NAMES:
+        array = np.load(tmp_path / "data" / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+        assert np.array_equal(array, getattr(data, name).numpy())
+    document = json.loads((tmp_path / "data" / "outputs.json").read_text())
+    assert document == {
+        "format": "posthoc-outputs",
+        "version": 1,
+        "rows": 30,
+        "complete": True,
+        "identity": {},
+        "arrays": {
+            "outputs": {"dtype": "float32", "width": [4]},
+            "targets": {"dtype": "int64", "width": []},
+            "features": {"dtype": "float32", "width": [7]},
+            "inputs": {"dtype": "float64", "width": [3]},
+        },
+    }
+
+
+# Ranges of rows.
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("asked", "rows"),
+    [
+        ("[:12]", slice(12)),
+        ("[12:]", slice(12, None)),
+        ("[3:5]", slice(3, 5)),
+        ("[20:99]", slice(20, 99)),
+        ("[:]", slice(None)),
+    ],
+)
+def test_range_of_rows(form: str, asked: str, rows: slice, tmp_path: Path) -> None:
+    path = tmp_path / f"data{form}"
+    save_outputs(some(), path)
+    opened = open_outputs(f"{path}{asked}")
+    assert bits(opened) == bits(some()[rows])
+    if form:  # the other rows are not kept in memory
+        assert opened.outputs.untyped_storage().nbytes() == opened.outputs.numel() * 4
+
+
+@pytest.mark.parametrize("asked", ["[]", "[5]", "[a:b]", "[1:2:3]", "[-5:]", "[ :3]", "[1.0:]", "[:٣x]"])
+def test_malformed_range_is_refused(asked: str, tmp_path: Path) -> None:
+    save_outputs(some(), tmp_path / "data.npz")
+    with pytest.raises(OptionError, match=r"Expected rows as in .*data\.npz\[:5000\], .* got \["):
+        open_outputs(f"{tmp_path / 'data.npz'}{asked}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("asked", ["[30:]", "[5:5]", "[9:3]", "[:0]"])
+def test_empty_range_is_refused(form: str, asked: str, tmp_path: Path) -> None:
+    save_outputs(some(), tmp_path / f"data{form}")
+    with pytest.raises(OptionError, match=r"Expected a range with rows in it.*there are 30"):
+        open_outputs(f"{tmp_path / 'data'}{form}{asked}")
+
+
+def test_file_whose_name_ends_like_a_range_wins(tmp_path: Path) -> None:
+    save_outputs(some(), tmp_path / "data.npz")
+    save_outputs(some(9), tmp_path / "other.npz")
+    (tmp_path / "other.npz").rename(tmp_path / "data.npz[:5]")
+    assert len(open_outputs(tmp_path / "data.npz[:5]")) == 9
+    assert len(open_outputs(f"{tmp_path / 'data.npz'}[:6]")) == 6
+
+
+# Files that are not ours, or not whole.
+
+
+@pytest.mark.parametrize("form", [".npz", ".safetensors", ".parquet"])
+@pytest.mark.parametrize("keep", [5, 100, 0.5, -1])
+def test_truncated_file_is_refused(form: str, keep: float, tmp_path: Path) -> None:
+    path = tmp_path / f"data{form}"
+    save_outputs(some(), path)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    with pytest.raises(FileError, match=r"Expected a.*found"):
+        open_outputs(path)
+
+
+@pytest.mark.parametrize("form", [".npz", ".parquet"])
+def test_changed_numbers_are_noticed(form: str, tmp_path: Path) -> None:
+    path = tmp_path / f"data{form}"
+    save_outputs(some(200), path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(FileError, match=r"Expected a.*found one in .* that cannot be read"):
+        open_outputs(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "an empty file"),
+        (b"\x00" * 100, "something else"),
+        (b"\x89HDF\r\n\x1a\n" + b"\x00" * 40, "something else"),
+        (bytes(range(256)), "something else"),
+        (pickle.dumps([1.0]), "a pickle, which is never opened"),
+        (b"\x93NUMPY\x01\x00v\x00{'descr'", "a single .npy array"),
+        ("outputs\n1.0\n".encode("utf-16"), "something else"),
+    ],
+)
+def test_file_of_another_form_is_refused(content: bytes, found: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    path.write_bytes(content)
+    with pytest.raises(
+        FileError, match=rf"Expected an \.npz, \.safetensors, Parquet or CSV file.*found {found}.*savez"
+    ):
+        open_outputs(path)
+
+
+def test_nothing_there_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "no.npz", f"{tmp_path}/no.npz[:3]"):
+        with pytest.raises(FileError, match=r"Expected a file or folder of outputs, found nothing at .*no\.npz: check"):
+            open_outputs(path)
+    with pytest.raises(FileError, match=r"without outputs\.json"):
+        open_outputs(tmp_path)
+
+
+class Trap:
+    """Runs when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    path, marker = tmp_path / "data.npz", tmp_path / "marker"
+    np.savez(path, outputs=np.array([Trap(marker)], dtype=object))
+    with pytest.raises(FileError, match="arrays of objects must be turned into numbers"):
+        open_outputs(path)
+    torch.save({"outputs": Trap(marker)}, path)
+    with pytest.raises(FileError, match=r"Expected an array named outputs .*found .*data\.pkl"):
+        open_outputs(path)
+    folder = tmp_path / "folder"
+    written(folder, some())
+    np.save(folder / "outputs.npy", np.array([Trap(marker)] * 30, dtype=object))
+    with pytest.raises(FileError, match=r"as outputs\.json says, found object"):
+        open_outputs(folder)
+    assert not marker.exists()
+
+
+def test_arrays_that_are_not_arrays_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "data.npz", "w") as file:
+        file.writestr("outputs", "hello")
+    with pytest.raises(FileError, match="found something else as outputs"):
+        open_outputs(tmp_path / "data.npz")
+
+
+def test_file_without_outputs_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", logits=np.zeros((3, 2)), y=np.zeros(3))
+    save_file({"logits": torch.zeros(3, 2)}, tmp_path / "b.safetensors")
+    for name, found in (("a.npz", "logits, y"), ("b.safetensors", "logits")):
+        with pytest.raises(FileError, match=rf"Expected an array named outputs .*found {found}: .*rename the arrays"):
+            open_outputs(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"targets": np.zeros(4)}, r"as many rows of targets as of outputs, 3, got 4\. This is in .*data\.npz"),
+        ({"outputs": np.array([[1.0], [np.inf], [2.0]])}, "finite outputs, got inf in row 1"),
+        ({"features": np.array([[1.0], [np.nan], [2.0]])}, "finite features, got nan in row 1"),
+        ({"outputs": np.zeros((3, 2), np.int64)}, "real-valued outputs"),
+        ({"outputs": np.zeros((3, 2), np.complex64)}, "numbers as outputs, got an array of complex64"),
+        ({"targets": np.array(["a", "b", "c"])}, r"numbers as targets, got text .*map the classes to integers"),
+        ({"targets": np.zeros(3, "datetime64[s]")}, "numbers as targets"),
+        ({"outputs": np.zeros((0, 2))}, "at least one row"),
+        ({"outputs": np.float64(3.0)}, "one row a point"),
+    ],
+)
+def test_arrays_are_checked_on_opening(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", **{"outputs": np.zeros((3, 2)), **arrays})
+    with pytest.raises(DataError, match=message):
+        open_outputs(tmp_path / "data.npz")
+
+
+# Saving.
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_saving_overwrites_only_when_told(form: str, tmp_path: Path) -> None:
+    path = tmp_path / f"data{form}"
+    save_outputs(some(), path)
+    with pytest.raises(FileError, match=r"Expected a new name, found .*data.* there already.*force=True"):
+        save_outputs(some(9), path)
+    before = open_outputs(path)
+    save_outputs(some(9), path, force=True)
+    assert len(open_outputs(path)) == 9
+    assert bits(before) == bits(some())  # what was opened stays as it was
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_to_save_is_refused(form: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="at least one row to save"):
+        save_outputs(some()[:0], tmp_path / f"data{form}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data.npy", "data.pt", "data.npz[:5]"])
+def test_other_suffixes_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"ends in \.npz, \.safetensors, \.parquet, or in no suffix"):
+        save_outputs(some(), tmp_path / name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_save_that_fails_leaves_what_was_there(form: str, tmp_path: Path) -> None:
+    path = tmp_path / f"data{form}"
+    save_outputs(some(), path)
+    with small_files(20_000), pytest.raises(FileError, match=r"Expected to write .*data.*too large.*as it was"):
+        save_outputs(some(5000), path, force=True)
+    assert bits(open_outputs(path)) == bits(some())
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+
+
+def test_folder_that_cannot_be_moved_into_place_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_outputs(some(), tmp_path / "data")
+    replace = os.replace
+
+    def refusing(source: Path, target: Path) -> None:
+        if Path(source).name == "new":
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refusing)
+    with pytest.raises(FileError, match="No space left"):
+        save_outputs(some(9), tmp_path / "data", force=True)
+    assert bits(open_outputs(tmp_path / "data")) == bits(some())
+    assert os.listdir(tmp_path) == ["data"]
+
+
+def test_folder_that_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one.jpg").write_text("x")
+    with pytest.raises(FileError, match=r"found .*photos with one\.jpg in it"):
+        save_outputs(some(), tmp_path / "photos", force=True)
+    with pytest.raises(FileError, match=r"found .*photos with one\.jpg in it"):
+        OutputsWriter(tmp_path / "photos", identity={}, force=True)
+    (tmp_path / "photos" / "outputs.json").write_text('{"format": "another"}')
+    with pytest.raises(FileError, match=r"another origin"):
+        OutputsWriter(tmp_path / "photos", identity={}, force=True)
+    assert sorted(os.listdir(tmp_path / "photos")) == ["one.jpg", "outputs.json"]
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FileError, match="found a file"):
+        save_outputs(some(), tmp_path / "file", force=True)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    for write in (lambda path: save_outputs(some(), path), lambda path: OutputsWriter(path, identity={})):
+        with pytest.raises(FileError, match=r"Expected a folder to write data into, found none .*missing: create it"):
+            write(tmp_path / "missing" / "data")
+    if os.geteuid() == 0:
+        return  # may write anywhere
+    tmp_path.chmod(0o500)
+    for form in FORMS:
+        with pytest.raises(FileError, match="cannot"):
+            save_outputs(some(), tmp_path / f"data{form}")
+    tmp_path.chmod(0o700)
+
+
+def test_saved_folder_has_the_permissions_of_any_new_folder(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    save_outputs(some(), tmp_path / "data")
+    assert len({stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "data")}) == 1
+
+
+def test_only_outputs_are_written(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"Expected posthoc\.Outputs to write, got Tensor"):
+        save_outputs(torch.zeros(3, 2), tmp_path / "data.npz")
+    with pytest.raises(DataError, match=r"real numbers as targets, got torch\.complex64"):
+        save_outputs(Outputs(torch.zeros(3), torch.zeros(3, dtype=torch.complex64)), tmp_path / "data.npz")
+
+
+# Mapped folders.
+
+
+def memory() -> int:
+    """The bytes this process has in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_folder_larger_than_the_memory_opens_at_once(tmp_path: Path) -> None:
+    rows, width, folder = 2**30, 256, tmp_path / "data"  # a tebibyte, of which nothing is on the disk
+    folder.mkdir()
+    try:
+        array = np.lib.format.open_memmap(folder / "outputs.npy", "w+", np.float32, (rows, width))
+    except OSError:
+        pytest.skip("this file system holds no file of a tebibyte")
+    array[-1] = np.arange(width)
+    del array
+    spec = {"outputs": {"dtype": "float32", "width": [width]}}
+    document = {"format": "posthoc-outputs", "version": 1, "rows": rows, "complete": True, "identity": {}}
+    (folder / "outputs.json").write_text(json.dumps({**document, "arrays": spec}))
+    before, start = memory(), time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opened = open_outputs(folder)
+        last = open_outputs(f"{folder}[{rows - 1}:]")
+    assert time.perf_counter() - start < 0.5
+    assert memory() - before < 2**24
+    assert opened.outputs.shape == (rows, width)
+    assert torch.equal(last.outputs, torch.arange(256.0)[None])
+
+
+def test_changes_to_mapped_numbers_stay_in_memory(tmp_path: Path) -> None:
+    save_outputs(some(), tmp_path / "data")
+    opened = open_outputs(tmp_path / "data")
+    opened.outputs.add_(1.0)
+    assert torch.equal(opened.outputs, some().outputs + 1.0)
+    assert bits(open_outputs(tmp_path / "data")) == bits(some())
+
+
+NUMBERS = {"dtype": "float32", "width": []}
+
+
+def npy(rows: int) -> bytes:
+    """How a file of so many rows of outputs begins."""
+    file = io.BytesIO()
+    np.save(file, np.zeros((rows, 4), np.float32))
+    return file.getvalue()[:128]
+
+
+def change_manifest(folder: Path, **changes: Any) -> None:
+    path = folder / "outputs.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: (f / "features.npy").unlink(), r"features\.npy cannot be .*No such file"),
+        (
+            lambda f: os.truncate(f / "targets.npy", 200),
+            r"Expected 30 rows in .*targets\.npy \(368 bytes\), found 30 in 200",
+        ),
+        (lambda f: os.truncate(f / "targets.npy", 369), r"\(368 bytes\), found 30 in 369 bytes"),
+        (lambda f: (f / "inputs.npy").write_bytes(b"hello"), r"Expected a \.npy file in .*inputs\.npy"),
+        (lambda f: np.save(f / "outputs.npy", np.zeros((29, 4), np.float32)), "Expected 30 rows .*found 29"),
+        (lambda f: (f / "outputs.npy").write_bytes(npy(29) + bytes(480)), "Expected 30 rows .*found 29 in 608 bytes"),
+        (lambda f: np.save(f / "outputs.npy", np.zeros((30, 5), np.float32)), r"found float32 of shape \(30, 5\)"),
+        (lambda f: np.save(f / "outputs.npy", np.zeros((30, 4))), r"found float64 of shape \(30, 4\)"),
+        (lambda f: np.save(f / "outputs.npy", np.zeros((30, 4), np.float32, "F")), "as outputs.json says"),
+        (lambda f: (f / "outputs.json").unlink(), r"found .*data without outputs\.json"),
+        (lambda f: (f / "outputs.json").write_text("{"), "Expected JSON written by posthoc"),
+        (lambda f: (f / "outputs.json").write_text("[]"), "of another origin"),
+        (lambda f: change_manifest(f, format="x"), "of another origin"),
+        (lambda f: change_manifest(f, version=2), "Expected format version 1, found 2"),
+        (lambda f: change_manifest(f, rows=29), "Expected 29 rows"),
+        (lambda f: change_manifest(f, rows="30"), "Expected rows, identity and arrays"),
+        (lambda f: change_manifest(f, rows=0), "Expected rows, identity and arrays"),
+        (lambda f: change_manifest(f, rows=0, arrays={}), "Expected at least one row"),
+        (lambda f: change_manifest(f, complete=None), "Expected rows, identity and arrays"),
+        (
+            lambda f: change_manifest(f, arrays={"weights": {"dtype": "float32", "width": []}}),
+            "Expected rows, identity",
+        ),
+        (lambda f: change_manifest(f, arrays={"outputs": {"dtype": "O", "width": []}}), "Expected rows, identity"),
+        (lambda f: change_manifest(f, arrays={"outputs": {"dtype": "float32"}}), "Expected rows, identity"),
+        (lambda f: change_manifest(f, arrays=[]), "Expected rows, identity"),
+        (lambda f: change_manifest(f, arrays={"outputs": NUMBERS, "weights": NUMBERS}), "Expected rows, identity"),
+    ],
+)
+def test_folder_that_was_changed_is_refused(change: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
+    save_outputs(some(), tmp_path / "data")
+    change(tmp_path / "data")
+    with pytest.raises(FileError, match=message):
+        open_outputs(tmp_path / "data")
+
+
+def test_identity_is_kept(tmp_path: Path) -> None:
+    identity = {"network": "abc", "layer": None, "transform": {"size": [224, 224], "mean": 0.5}}
+    written(tmp_path / "data", some(), identity={**identity, "transform": {"mean": 0.5, "size": (224, 224)}})
+    assert read_identity(tmp_path / "data") == identity
+    assert read_identity(f"{tmp_path / 'data'}[:5]") == identity
+    save_outputs(some(), tmp_path / "saved")
+    assert read_identity(tmp_path / "saved") == {}
+    save_outputs(some(), tmp_path / "data.npz")
+    with pytest.raises(FileError, match="Expected a folder of outputs, which has an identity"):
+        read_identity(tmp_path / "data.npz")
+    with pytest.raises(OptionError, match="mapping that JSON can hold"):
+        OutputsWriter(tmp_path / "new", identity={"network": object()})
+    assert not (tmp_path / "new").exists()

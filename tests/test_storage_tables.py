@@ -1,0 +1,265 @@
+"""Columns of Parquet and CSV tables, found by name, as outputs, targets, features and inputs."""
+
+from __future__ import annotations
+
+import sys
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from posthoc import DataError, FileError, MissingExtraError, OptionError
+from posthoc.storage import open_outputs, save_outputs
+from tests.test_storage import some
+
+
+def probabilities() -> dict[str, list[Any]]:
+    return {
+        "id": ["a", "b", "c"],
+        "p_dog": [0.25, 0.5, 0.125],
+        "p_cat": [0.75, 0.5, 0.875],
+        "label": [1, 0, 1],
+        "age": [3, 4, 5],
+        "weight": [1.5, 2.5, 3.5],
+        "breed": ["x", "y", "z"],
+        "a.b": [1.0, 2.0, 3.0],
+        "sure": [True, False, True],
+    }
+
+
+def table(kind: str, folder: Path, columns: dict[str, list[Any]]) -> Path:
+    if kind == "Parquet":
+        path = folder / "table.parquet"
+        parquet.write_table(pa.table(columns), path)
+        return path
+    path = folder / "table.csv"
+    separator = {"CSV": ",", "semicolons": ";", "tabs": "\t"}[kind]
+    lines = [separator.join(map(str, row)) for row in zip(*columns.values(), strict=True)]
+    path.write_text("\n".join([separator.join(columns), *lines, ""]).replace("True", "1").replace("False", "0"))
+    return path
+
+
+BOTH = pytest.mark.parametrize("kind", ["Parquet", "CSV"])
+
+
+@BOTH
+def test_columns_by_name(kind: str, tmp_path: Path) -> None:
+    path = table(kind, tmp_path, probabilities())
+    names = {"outputs": ["p_cat", "p_dog"], "targets": "label", "features": ["age", "weight"], "inputs": "a.b"}
+    opened = open_outputs(path, columns=names)
+    assert opened.outputs.tolist() == [[0.75, 0.25], [0.5, 0.5], [0.875, 0.125]]
+    assert opened.targets is not None
+    assert opened.features is not None
+    assert opened.inputs is not None
+    assert (opened.targets.dtype, opened.targets.tolist()) == (torch.int64, [1, 0, 1])
+    assert (opened.features.dtype, opened.features.tolist()) == (torch.float64, [[3, 1.5], [4, 2.5], [5, 3.5]])
+    assert opened.inputs.tolist() == [[1.0], [2.0], [3.0]]
+
+
+@BOTH
+def test_patterns_keep_the_order_of_the_file(kind: str, tmp_path: Path) -> None:
+    path = table(kind, tmp_path, probabilities())
+    assert open_outputs(path, columns={"outputs": "p_*"}).outputs.tolist() == [[0.25, 0.75], [0.5, 0.5], [0.125, 0.875]]
+    opened = open_outputs(path, columns={"outputs": ["weight", "p_???"]})
+    assert opened.outputs[0].tolist() == [1.5, 0.25, 0.75]
+    logits = {f"logit_{i}": [float(i)] for i in (10, 2, 1, 0)}
+    path = table(kind, tmp_path, {**logits, "logit_[0]": [7.0]})
+    assert open_outputs(path, columns={"outputs": "logit_?*"}).outputs.tolist() == [[10.0, 2.0, 1.0, 0.0, 7.0]]
+    assert open_outputs(path, columns={"outputs": "logit_[0]"}).outputs.tolist() == [7.0]  # a real name, no pattern
+
+
+@BOTH
+def test_one_name_is_a_vector_and_a_list_of_one_a_matrix(kind: str, tmp_path: Path) -> None:
+    path = table(kind, tmp_path, probabilities())
+    assert open_outputs(path, columns={"outputs": "weight", "targets": "age"}).outputs.shape == (3,)
+    opened = open_outputs(path, columns={"outputs": ["weight"], "targets": ["p_cat"]})
+    assert opened.outputs.shape == (3, 1)
+    assert opened.targets is not None
+    assert (opened.targets.shape, opened.targets.dtype) == ((3, 1), torch.float64)
+    assert open_outputs(path, columns={"outputs": "weigh*"}).outputs.shape == (3, 1)
+
+
+@BOTH
+def test_columns_with_our_names_need_not_be_named(kind: str, tmp_path: Path) -> None:
+    path = table(kind, tmp_path, {"other": ["x", "y"], "targets": [0.5, 1.0], "outputs": [1.5, 2.5]})
+    opened = open_outputs(path)
+    assert opened.outputs.tolist() == [1.5, 2.5]
+    assert opened.targets is not None
+    assert opened.targets.tolist() == [0.5, 1.0]
+    assert opened.features is None
+    numbered = {f"outputs_{i}": [float(i)] for i in (0, 10, 9, 2, 1, 3, 4, 5, 6, 7, 8)}
+    opened = open_outputs(table(kind, tmp_path, {**numbered, "outputs_x": [5.0], "targets": [3]}))
+    assert opened.outputs.tolist() == [[float(i) for i in range(11)]]
+
+
+@BOTH
+def test_whole_numbers_are_classes_only_among_the_targets(kind: str, tmp_path: Path) -> None:
+    path = table(kind, tmp_path, probabilities())
+    opened = open_outputs(path, columns={"outputs": "age", "targets": "sure", "features": ["label"]})
+    assert opened.targets is not None
+    assert opened.features is not None
+    assert [opened.outputs.dtype, opened.targets.dtype, opened.features.dtype] == [
+        torch.float64,
+        torch.int64,
+        torch.float64,
+    ]
+    assert opened.targets.tolist() == [1, 0, 1]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"outputs": "p_rat"}, r"'p_rat'\. The columns are: 'id', 'p_dog', 'p_cat', 'label'"),
+        ({"outputs": ["p_cat", "q_*"]}, r"for outputs, got 'q_\*'\. The columns are: 'id'"),
+        ({"targets": "label"}, r"Expected columns for outputs in columns, got none\. The columns are: 'id'"),
+        ({"outputs": "p_*", "labels": "label"}, "outputs, targets, features, inputs, got some for labels"),
+        ({"outputs": ["p_*", "p_cat"]}, "each once, got 'p_dog', 'p_cat', 'p_cat'"),
+        ({"outputs": []}, "one or more columns for outputs"),
+        ({"outputs": "[lw]*", "targets": "label"}, "columns of their own, got 'label' as outputs too"),
+        (None, r"outputs_0.*got none\. The columns are: 'id', 'p_dog'.*columns=\{\"outputs\""),
+    ],
+)
+def test_columns_that_are_not_there_are_refused(kind: str, columns: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=message):
+        open_outputs(table(kind, tmp_path, probabilities()), columns=columns)
+
+
+@BOTH
+def test_text_labels_are_refused_with_advice(kind: str, tmp_path: Path) -> None:
+    path = table(kind, tmp_path, probabilities())
+    with pytest.raises(DataError, match=r"numbers in column 'breed', got .*x.*map the classes to integers"):
+        open_outputs(path, columns={"outputs": "p_*", "targets": "breed"})
+
+
+@BOTH
+def test_tables_are_checked(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"Expected finite outputs, got nan in row 1.*table"):
+        open_outputs(table(kind, tmp_path, {"outputs": [1.0, float("nan")]}))
+    with pytest.raises(DataError, match=r"at least one row, got none.*table"):
+        open_outputs(table(kind, tmp_path, {"outputs": []}))
+
+
+def test_long_lists_of_columns_are_cut(tmp_path: Path) -> None:
+    path = table("CSV", tmp_path, {f"c{i}": [0] for i in range(1000)})
+    with pytest.raises(OptionError, match=r"'c39', and 960 more\. Say which"):
+        open_outputs(path)
+
+
+@pytest.mark.parametrize("kind", ["semicolons", "tabs"])
+def test_other_separators(kind: str, tmp_path: Path) -> None:
+    path = table(kind, tmp_path, probabilities())
+    assert open_outputs(path, columns={"outputs": "p_*"}).outputs.shape == (3, 2)
+
+
+def test_csv_as_spreadsheets_write_it(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes('\ufeff"outputs","targets", note \r\n"1.5",0,"a, b\nc"\r\n\r\n-2e3, 1 ,\r\n'.encode())
+    opened = open_outputs(path, columns={"outputs": "outputs", "targets": "targets"})
+    assert opened.outputs.tolist() == [1.5, -2000.0]
+    assert opened.targets is not None
+    assert (opened.targets.dtype, opened.targets.tolist()) == (torch.int64, [0, 1])
+    with pytest.raises(OptionError, match="'note'"):
+        open_outputs(path, columns={"outputs": "notes"})
+
+
+def test_csv_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posthoc.storage.tables.LINES_AT_ONCE", 4)
+    lines = [f"{i / 8},{i}" for i in range(10)]
+    path = tmp_path / "table.csv"
+    path.write_text("\n".join(["outputs,targets", *lines[:3], *[""] * 9, *lines[3:]]))
+    opened = open_outputs(path)
+    assert opened.outputs.tolist() == [i / 8 for i in range(10)]
+    assert opened.targets is not None
+    assert opened.targets.tolist() == list(range(10))
+    path.write_text("\n".join(["outputs,targets", *lines, "1.0,none"]))
+    with pytest.raises(DataError, match="'targets', got 'none' in row 10"):
+        open_outputs(path)
+    path.write_text("\n".join(["outputs,targets", *lines, "1.0,2.5"]))  # real after all
+    assert open_outputs(path).targets.dtype == torch.float64  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1.0,2.0\n3.0,4.0\n", "names of the columns in the first line"),
+        ("\n\n", "names of the columns in the first line"),
+        ("outputs,targets\n1.0,2\n3.0\n", "Expected 2 values in every line .*found 1 in row 1.*save it again"),
+        ("outputs,targets\n1.0,2,3\n", "found 3 in row 0"),
+        ("outputs,targets,outputs\n1.0,2,3\n", "different names.*'outputs' more than once"),
+        ('outputs,targets\n1.0,"2\n', "Expected a CSV table"),
+    ],
+)
+def test_csv_that_is_no_table_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    with pytest.raises(FileError, match=message):
+        open_outputs(path)
+
+
+def test_csv_with_a_gap_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("outputs,targets\n1.0,2\n3.0,\n")
+    with pytest.raises(DataError, match="'targets', got '' in row 1: remove the rows"):
+        open_outputs(path)
+
+
+def test_csv_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes(b"outputs,targets\n" + b"1.0,2\n" * 2000 + b"\xe9,3\n")
+    with pytest.raises(FileError, match="Expected a CSV table in UTF-8"):
+        open_outputs(path)
+
+
+def test_parquet_of_other_tools(tmp_path: Path) -> None:
+    path = tmp_path / "table.parquet"
+    columns = {
+        "logits": pa.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], pa.list_(pa.float32())),
+        "label": pa.array([0, 1, 0], pa.int8()).dictionary_encode(),
+        "price": pa.array([Decimal("1.00"), Decimal("2.00"), Decimal("3.00")]),
+    }
+    parquet.write_table(pa.table(columns), path, row_group_size=2)
+    opened = open_outputs(path, columns={"outputs": "logits", "targets": "label", "features": ["price", "logits"]})
+    assert (opened.outputs.dtype, opened.outputs.tolist()) == (torch.float32, [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    assert opened.targets is not None
+    assert opened.features is not None
+    assert (opened.targets.dtype, opened.targets.tolist()) == (torch.int64, [0, 1, 0])
+    assert opened.features.tolist() == [[1.0, 1.0, 2.0], [2.0, 3.0, 4.0], [3.0, 5.0, 6.0]]
+    assert opened.outputs.numpy().flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ([[1.0], [1.0, 2.0]], r"lists of one length in column 'outputs', got lengths \[1, 2\]"),
+        ([1.0, None], "a number in every row of column 'outputs', got none 1 times"),
+        ([[1.0], None], "a number in every row of column 'outputs', got none 1 times"),
+        ([[1.0], [None]], "a number in every row of column 'outputs', got none 1 times"),
+        ([b"a", b"b"], "Expected numbers in column 'outputs', got binary"),
+    ],
+)
+def test_parquet_columns_that_are_not_numbers_are_refused(column: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        open_outputs(table("Parquet", tmp_path, {"outputs": column}))
+
+
+def test_parquet_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_outputs(some(), tmp_path / "data.parquet")
+    for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'posthoc\[parquet\]'"):
+        open_outputs(tmp_path / "data.parquet")
+    with pytest.raises(MissingExtraError, match=r"pip install 'posthoc\[parquet\]'"):
+        save_outputs(some(), tmp_path / "new.parquet")
+    assert [path.name for path in tmp_path.iterdir()] == ["data.parquet"]
+
+
+@pytest.mark.parametrize("form", [".npz", ".safetensors", ""])
+def test_columns_are_only_for_tables(form: str, tmp_path: Path) -> None:
+    save_outputs(some(), tmp_path / f"data{form}")
+    with pytest.raises(OptionError, match="Expected a Parquet or CSV table to take columns from"):
+        open_outputs(tmp_path / f"data{form}", columns={"outputs": "outputs"})

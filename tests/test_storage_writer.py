@@ -1,0 +1,448 @@
+"""A folder written in batches: what was committed survives kills, full disks and second writers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import posthoc.storage.writer as writer_module
+from posthoc import DataError, FileError, Outputs, PosthocWarning
+from posthoc.files import lock
+from posthoc.storage import OutputsWriter, open_outputs, read_identity, save_outputs
+from tests.test_storage import bits, change_manifest, contents, small_files, some, written
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every append is committed."""
+    monkeypatch.setattr(writer_module, "COMMIT_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("size", [1, 7, 30])
+def test_batches_of_any_size_give_the_same_bytes(size: int, tmp_path: Path) -> None:
+    written(tmp_path / "one", some(), 30)
+    written(tmp_path / "many", some(), size)
+    assert contents(tmp_path / "one") == contents(tmp_path / "many")
+    assert bits(open_outputs(tmp_path / "many")) == bits(some())
+
+
+def test_unfinished_folder_is_refused_and_gone_on_with(tmp_path: Path) -> None:
+    folder, data = tmp_path / "data", some()
+    with OutputsWriter(folder, identity={"network": "abc"}) as writer:
+        assert writer.rows == 0
+        writer.append(data[:5])
+        writer.append(data[5:12])
+        writer.append(data[:0])
+        assert writer.rows == 12
+    with pytest.raises(FileError, match=r"finished folder .* 12 rows so far: .*data\. Run the collection again"):
+        open_outputs(folder)
+    with OutputsWriter(folder, identity={"network": "abc"}) as writer:
+        assert writer.rows == 12
+        writer.append(data[12:])
+        writer.finish()
+        with pytest.raises(FileError, match="was finished or left"):
+            writer.append(data)
+    written(tmp_path / "whole", data)
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_exception_keeps_the_rows_before_it(tmp_path: Path) -> None:
+    folder, data = tmp_path / "data", some()
+
+    def interrupted() -> None:
+        with OutputsWriter(folder, identity={"network": "abc"}) as writer:
+            writer.append(data[:13])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    written(folder, data)
+    written(tmp_path / "whole", data)
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_what_a_killed_run_left_is_cleared(manifest: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    with OutputsWriter(folder, identity={"network": "abc"}):
+        pass
+    (folder / ".outputs.json.abcdef.tmp.json").write_text("{")
+    if manifest:
+        (folder / "features.npy").write_bytes(b"half a hea")
+    else:  # killed before there was any
+        (folder / "outputs.json").unlink()
+    data = Outputs(some().outputs)
+    written(folder, data)
+    assert bits(open_outputs(folder)) == bits(data)
+    assert set(os.listdir(folder)) == {".lock", "outputs.json", "outputs.npy"}
+
+
+def test_rows_are_committed_every_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def recorded() -> int:
+        return int(json.loads((tmp_path / "data" / "outputs.json").read_text())["rows"])
+
+    with OutputsWriter(tmp_path / "data", identity={}) as writer:
+        writer.append(some())
+        assert recorded() == 0
+        now += writer_module.COMMIT_SECONDS
+        writer.append(some())
+        assert recorded() == 60
+        now += 0.5 * writer_module.COMMIT_SECONDS
+        writer.append(some())
+        assert recorded() == 60
+    assert recorded() == 90
+
+
+def spoilt(name: str, value: float) -> Outputs:
+    """Outputs with a number that the class itself would have refused."""
+    data = some(8)
+    part = getattr(data, name)
+    part[3, 1] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (Outputs(torch.zeros(3, 4)), r"inputs of float64 of shape \(3,\), as in the rows before, got outputs"),
+        (some(8, dtype=torch.float64), r"Expected outputs of float32 of shape \(4,\).*got outputs of float64"),
+        (Outputs(some(8).outputs[:, :3], some(8).targets, some(8).features, some(8).inputs), r"got .*shape \(3,\)"),
+        (spoilt("features", float("nan")), "Expected finite features, got nan in row 33"),
+        (spoilt("outputs", float("inf")), "Expected finite outputs, got inf in row 33"),
+    ],
+)
+def test_batch_that_does_not_fit_is_refused_and_changes_nothing(batch: Outputs, message: str, tmp_path: Path) -> None:
+    folder, data = tmp_path / "data", some(40)
+    with OutputsWriter(folder, identity={"network": "abc"}) as writer:
+        writer.append(data[:30])
+        with pytest.raises(DataError, match=message):
+            writer.append(batch)
+        writer.append(data[30:])
+        writer.finish()
+    assert bits(open_outputs(folder)) == bits(data)
+
+
+def test_nothing_cannot_be_finished(tmp_path: Path) -> None:
+    with OutputsWriter(tmp_path / "data", identity={}) as writer:
+        with pytest.raises(DataError, match="Expected at least one row to finish"):
+            writer.finish()
+        with pytest.raises(DataError, match="Expected at least one column of outputs"):
+            writer.append(Outputs(torch.zeros(3, 0)))
+    with pytest.raises(FileError, match="0 rows so far"):
+        open_outputs(tmp_path / "data")
+
+
+def test_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    with OutputsWriter(folder, identity={"network": "abc", "layer": "fc", "size": 224}) as writer:
+        writer.append(some())
+    before = contents(folder)
+    other = {"network": "def", "layer": "fc", "crop": [1, 2]}
+    with pytest.raises(FileError) as caught:
+        OutputsWriter(folder, identity=other)
+    for part in ('network: "abc" there, "def" now', "crop: nothing there, [1, 2] now", "size: 224 there, nothing now"):
+        assert part in str(caught.value)
+    assert "layer" not in str(caught.value)
+    assert contents(folder) == before
+    written(folder, some(9), identity=other, force=True)
+    assert bits(open_outputs(folder)) == bits(some(9))
+    assert read_identity(folder) == other
+
+
+def test_complete_folder_is_written_again_only_when_told(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    written(folder, some())
+    with pytest.raises(FileError, match=r"found a complete one of 30 rows: .*open_outputs.*force=True"):
+        OutputsWriter(folder, identity={"network": "abc"})
+    opened = open_outputs(folder)
+    written(folder, Outputs(some(9).outputs), force=True)
+    assert bits(open_outputs(folder)) == bits(Outputs(some(9).outputs))
+    assert bits(opened) == bits(some())  # mapped before: its file is gone, its numbers are not
+    assert sorted(contents(folder)) == ["outputs.json", "outputs.npy"]
+
+
+def test_folder_of_another_version_can_only_be_started_over(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    written(folder, some())
+    change_manifest(folder, version=7)
+    with pytest.raises(FileError, match="version 1, found 7"):
+        OutputsWriter(folder, identity={"network": "abc"})
+    written(folder, some(), force=True)
+    assert bits(open_outputs(folder)) == bits(some())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: os.truncate(f / "targets.npy", 150), r"Expected 208 bytes or more in .*targets\.npy, found 150"),
+        (lambda f: (f / "targets.npy").unlink(), "No such file"),
+        (lambda f: np.save(f / "targets.npy", np.zeros(10)), "found float64"),
+    ],
+)
+def test_unfinished_folder_that_was_changed_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    with OutputsWriter(folder, identity={"network": "abc"}) as writer:
+        writer.append(some()[:10])
+    change(folder)
+    with pytest.raises(FileError, match=message):
+        OutputsWriter(folder, identity={"network": "abc"})
+    written(folder, some(), force=True)  # the lock is free, and starting over helps
+    assert bits(open_outputs(folder)) == bits(some())
+
+
+# Full disks, two writers.
+
+
+def test_full_disk_keeps_what_there_was_room_for(tmp_path: Path, eager: None) -> None:
+    folder, data = tmp_path / "data", some(1000)
+    message = r"Expected to write .*data, found that it cannot be .*first 300 rows are safe: make room"
+    with small_files(10_000), pytest.raises(FileError, match=message):  # 354 rows of features
+        written(folder, data, 100)
+    with OutputsWriter(folder, identity={"network": "abc"}) as writer:
+        assert writer.rows == 300
+    written(folder, data, 100)
+    written(tmp_path / "whole", data, 100)
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_writing_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
+    folder, data = tmp_path / "data", some(1000)
+    with OutputsWriter(folder, identity={"network": "abc"}) as writer:
+        writer.append(data[:300])
+        with small_files(10_000), pytest.raises(FileError, match="first 0 rows are safe"):
+            writer.append(data[300:])
+        assert writer.rows == 300
+        writer.append(data[300:])
+        writer.finish()
+    assert bits(open_outputs(folder)) == bits(data)
+
+
+def test_what_went_wrong_first_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def left(error: Exception | None) -> None:
+        with OutputsWriter(tmp_path / "data", identity={}) as writer:
+            writer.append(some())
+            monkeypatch.setattr(os, "replace", full)
+            if error is not None:
+                raise error
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(FileError, match=r"No space left.*first 0 rows are safe"):
+        left(None)
+    monkeypatch.undo()
+    with pytest.raises(ZeroDivisionError):
+        left(ZeroDivisionError())
+    monkeypatch.undo()
+    with OutputsWriter(tmp_path / "data", identity={}) as writer:  # the lock is free
+        assert writer.rows == 0
+
+
+def test_rows_are_on_the_disk_before_they_count(tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: dict[str, int] = {}
+    moved: list[tuple[int, bool]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def recording_fsync(handle: int) -> None:
+        fsync(handle)
+        status = os.fstat(handle)
+        synced[os.readlink(f"/proc/self/fd/{handle}")] = status.st_size
+
+    def checking_replace(source: Path, target: Path) -> None:
+        document = json.loads(Path(source).read_text())
+        assert synced[str(source)] == Path(source).stat().st_size
+        for name in document["arrays"]:
+            assert synced[str(folder / f"{name}.npy")] == 128 + document["rows"] * getattr(data[:1], name).nbytes
+            header = (folder / f"{name}.npy").read_bytes()[:128]
+            assert not document["complete"] or f"({document['rows']}," in header.decode("latin-1")
+        replace(source, target)
+        moved.append((document["rows"], document["complete"]))
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("reads /proc")
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(os, "replace", checking_replace)
+    folder, data = tmp_path.resolve() / "data", some(10)
+    written(folder, data, 4)
+    assert moved == [(0, False), (4, False), (8, False), (10, False), (10, True)]
+
+
+def test_second_writer_is_refused_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    with OutputsWriter(folder, identity={"network": "abc"}) as writer:
+        writer.append(some()[:10])
+        for force in (False, True):
+            with pytest.raises(FileError, match=r"Expected to be the only one writing to .*data, found another"):
+                OutputsWriter(folder, identity={"network": "abc"}, force=force)
+        with pytest.raises(FileError, match="only one writing"):
+            save_outputs(some(), folder, force=True)
+        writer.append(some()[10:])
+        writer.finish()
+    assert bits(open_outputs(folder)) == bits(some())
+    save_outputs(some(9), folder, force=True)
+
+
+def test_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.warns(PosthocWarning, match="no locks"):
+        written(tmp_path / "data", some())
+    assert bits(open_outputs(tmp_path / "data")) == bits(some())
+
+
+# Killed runs.
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_runs_go_on_to_the_same_bytes(tmp_path: Path) -> None:
+    # In a process of its own, which has no threads: it forks children and kills them.
+    code = "import sys; from tests.test_storage_writer import kill_children, Path; kill_children(Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=ROOT, timeout=100)
+
+
+def kill_children(folder: Path) -> None:
+    torch.set_num_threads(1)
+    # A kill, unlike a power cut, loses nothing that was written: there is no need to wait for the disk.
+    setattr(os, "fsync", lambda _: None)  # noqa: B010
+    for kill in (kill_at_lines, kill_at_random, kill_with_workers):
+        (folder / kill.__name__).mkdir()
+        kill(folder / kill.__name__)
+
+
+def child(run: Callable[[], None]) -> int:
+    """Runs something in a fork; its number."""
+    number = os.fork()
+    if not number:
+        status = 1
+        try:
+            run()
+            status = 0
+        finally:
+            os._exit(status)
+    return number
+
+
+def ended(number: int) -> int:
+    """Waits for a fork: 0 if it ran to its end, less if it was killed."""
+    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+
+
+class KillAtLine:
+    """Kills this process before the nth line of the storage that it executes."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self, frame: Any, event: str, argument: object) -> Any:
+        path = frame.f_code.co_filename
+        if not path.endswith("posthoc/files.py") and "posthoc/storage/" not in path:
+            return None
+        if event == "line":
+            self.left -= 1
+            if not self.left:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self
+
+
+def kill_at_lines(folder: Path) -> None:
+    writer_module.COMMIT_SECONDS = 0.0
+    data = some(10)
+    written(folder / "whole", data, 4)
+    expected = contents(folder / "whole")
+    deaths, line, left_with = 0, 1, set()
+    while True:
+        target = folder / f"killed at {line}"
+
+        def run(line: int = line, target: Path = target) -> None:
+            sys.settrace(KillAtLine(line))
+            written(target, data, 4)
+
+        status = ended(child(run))
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL, status
+        deaths += 1
+        if complete(target):
+            left_with.add("complete")
+        else:
+            with OutputsWriter(target, identity={"network": "abc"}) as writer:
+                left_with.add(writer.rows)
+            written(target, data, 4)
+        assert contents(target) == expected, line
+        shutil.rmtree(target)
+        line += 29
+    assert deaths > 20, deaths
+    assert left_with == {0, 4, 8, 10, "complete"}, left_with
+
+
+def complete(folder: Path) -> bool:
+    manifest = folder / "outputs.json"
+    return manifest.exists() and bool(json.loads(manifest.read_text())["complete"])
+
+
+def kill_at_random(folder: Path) -> None:
+    writer_module.COMMIT_SECONDS = 0.001
+    draw = random.Random(0)
+    data = Outputs(torch.randn(2000, 500), torch.randint(9, (2000,)), torch.randn(2000, 300).half())
+    start = time.perf_counter()
+    written(folder / "whole", data, 20)
+    longest = time.perf_counter() - start + 0.03  # a fork has to be made
+    deaths = 0
+    for repeat in range(5):
+        target = folder / f"data {repeat}"
+        while not complete(target):
+            number = child(lambda target=target: written(target, data, 20))  # type: ignore[misc]
+            time.sleep(draw.uniform(0.0, longest))
+            os.kill(number, signal.SIGKILL)
+            status = ended(number)
+            assert status in (0, -signal.SIGKILL), status
+            deaths += status != 0
+        assert contents(target) == contents(folder / "whole")
+        shutil.rmtree(target)
+    assert deaths >= 3, deaths
+
+
+def kill_with_workers(folder: Path) -> None:
+    """A killed process leaves a worker behind, which must not keep the lock."""
+
+    def work() -> None:
+        (folder / "worker").touch()
+        time.sleep(60.0)
+
+    def run() -> None:
+        with lock(folder / "lock"):
+            (folder / "number").write_text(str(child(work)))
+            time.sleep(60.0)
+
+    number = child(run)
+    while not ((folder / "worker").exists() and (folder / "number").exists()):
+        time.sleep(0.001)
+    try:
+        with pytest.raises(FileError, match="only one writing"), lock(folder / "lock"):
+            pass
+        os.kill(number, signal.SIGKILL)
+        ended(number)
+        with lock(folder / "lock"):
+            pass
+    finally:
+        os.kill(int((folder / "number").read_text()), signal.SIGKILL)
