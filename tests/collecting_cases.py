@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +54,18 @@ class WithFeatures(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         features = self.net.features(x)
         return {"logits": self.net.fc(features), "pooled": features}
+
+
+class Pair(nn.Module):
+    """The same, returning its features and then its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = TinyNet()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.net.features(x)
+        return features, self.net.fc(features)
 
 
 def tiny_net() -> TinyNet:
@@ -116,6 +129,14 @@ def image_folder(folder: Path, rows: int) -> Tensor:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png(row))
     return labels
+
+
+def write_parquet(path: Path, columns: dict[str, Any], group: int | None = None) -> Path:
+    """A Parquet file of some columns, in groups of so many rows."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=group)
+    return path
 
 
 def expected(x: Tensor, targets: Tensor | None = None, net: TinyNet | None = None) -> Outputs:

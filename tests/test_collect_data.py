@@ -16,7 +16,7 @@ from posthoc.backbone import Backbone
 from posthoc.collecting import collect_to_folder
 from posthoc.integrations.datasets import Rows, open_data
 from posthoc.integrations.transforms import Collate, Plain
-from tests.collecting_cases import TinyNet, assert_close, expected, image_folder, images, png, raw
+from tests.collecting_cases import TinyNet, assert_close, expected, image_folder, images, png, raw, write_parquet
 
 ROWS = 11
 
@@ -127,13 +127,6 @@ def test_images_of_different_sizes_need_a_transform(tmp_path):
 
 
 # Parquet
-
-
-def write_parquet(path: Path, columns: dict[str, Any], group: int | None = None) -> Path:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table(columns), path, row_group_size=group)
-    return path
 
 
 def as_stored(rows: int) -> list[dict[str, Any]]:

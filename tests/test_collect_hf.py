@@ -18,7 +18,7 @@ from posthoc.integrations.datasets import open_data
 from posthoc.integrations.hub import StreamedRows
 from posthoc.integrations.predictors import open_predictor
 from posthoc.integrations.transforms import Collate, Plain
-from tests.collecting_cases import SIDE, TinyNet, assert_close, expected, images, outputs, raw
+from tests.collecting_cases import SIDE, TinyNet, assert_close, expected, images, outputs, raw, write_parquet
 
 ROWS = 5
 
@@ -148,6 +148,15 @@ def test_a_streamed_data_set_is_resumed_at_its_row(saved):
     rest = list(data.skip(ROWS + 1))
     assert [label for _, label in rest] == [row % 3 for row in range(ROWS + 1, 2 * ROWS)]
     assert (np.asarray(rest[0][0]) == np.asarray(images(ROWS + 2)[-1])).all()
+
+
+def test_rows_of_a_stream_have_numbers(tmp_path):
+    pytest.importorskip("datasets")
+    write_parquet(tmp_path / "train.parquet", {"x": [1.0] * 9 + [None]})
+    data = open_data(f"hf:{tmp_path}")
+    assert isinstance(data, StreamedRows)
+    with pytest.raises(DataError, match="in row 9 of column 'x'"):
+        list(data.skip(6))
 
 
 def test_hugging_face_data_sets_have_an_identity(saved):

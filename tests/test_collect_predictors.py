@@ -328,6 +328,24 @@ def test_the_real_library(library, tmp_path):
         open_predictor(f"{library}:resnet_18")
 
 
+def test_real_published_weights_are_never_unpickled(tmp_path, monkeypatch):
+    net, transform = real_network("torchvision")
+    models = import_module("torchvision.models")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    cache = tmp_path / "hub" / "checkpoints" / models.ResNet18_Weights.DEFAULT.url.rpartition("/")[2]
+    cache.parent.mkdir(parents=True)
+    net = models.resnet18()
+    torch.save(net.state_dict(), cache)
+    found = outputs(open_predictor("torchvision:resnet18", weights="IMAGENET1K_V1"), images(ROWS))
+    with torch.no_grad():
+        torch.testing.assert_close(found.outputs, net.eval()(torch.stack([transform(i) for i in images(ROWS)])))
+    monkeypatch.setenv("POSTHOC_TEST_BOMB", str(tmp_path / "exploded"))
+    torch.save({"fc.weight": Bomb()}, cache)
+    with pytest.raises(pickle.UnpicklingError):
+        open_predictor("torchvision:resnet18")
+    assert not (tmp_path / "exploded").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "library", "extra"),
     [

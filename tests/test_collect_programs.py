@@ -10,7 +10,7 @@ import torch
 
 from posthoc import DataError, FileError, LayerError, OptionError
 from posthoc.integrations.predictors import open_predictor
-from tests.collecting_cases import TinyNet, WithFeatures, assert_close, expected, images, outputs, raw
+from tests.collecting_cases import Pair, TinyNet, WithFeatures, assert_close, expected, images, outputs, raw
 
 ROWS = 5
 
@@ -23,6 +23,7 @@ def programs(tmp_path_factory) -> Path:
     torch.jit.script(net).save(folder / "scripted.ts")
     torch.jit.trace(net, x).save(folder / "traced.pt")
     torch.jit.script(WithFeatures().eval()).save(folder / "named.ts")
+    torch.jit.script(Pair().eval()).save(folder / "pair.ts")
     batch = torch.export.Dim("batch")
     torch.export.save(torch.export.export(net, (x,), dynamic_shapes=({0: batch},)), folder / "exported.pt2")
     return folder
@@ -58,7 +59,9 @@ def test_torchscript_gives_features_by_name(programs):
         expected(raw(ROWS)),
         "outputs",
     )
-    for name, returned in [("named.ts", "logits, pooled"), ("scripted.ts", "0")]:
+    pair = open_predictor(str(programs / "pair.ts"), layer="0", trust_code=True)
+    assert_close(outputs(pair, images(ROWS)), expected(raw(ROWS)), "outputs", "features")
+    for name, returned in [("named.ts", "logits, pooled"), ("scripted.ts", "0"), ("pair.ts", "0, 1")]:
         with pytest.raises(LayerError, match=f"It returns: {returned}"):
             outputs(open_predictor(str(programs / name), layer="conv", trust_code=True), images(ROWS))
 

@@ -12,7 +12,7 @@ from posthoc import FMGP, DataError, FileError, OptionError
 from posthoc.collecting import collect_to_folder
 from posthoc.integrations.plan import Plan
 from tests.cases import QUICK, answers, same
-from tests.collecting_cases import NET, assert_close, contents, expected, raw
+from tests.collecting_cases import NET, assert_close, contents, expected, raw, write_parquet
 
 ROWS = 23
 
@@ -64,14 +64,15 @@ def test_an_actor_returns_errors_as_they_are(tmp_path):
     assert isinstance(made, FileError)
 
 
-def test_a_stream_is_refused(tmp_path):
+def test_a_stream_and_a_chosen_gpu_are_refused(tmp_path):
     pytest.importorskip("datasets")
     pytest.importorskip("pyarrow")
     pytest.importorskip("ray")
     from posthoc.integrations.ray import collect_with_ray
-    from tests.test_collect_data import write_parquet
 
     (tmp_path / "files").mkdir()
     write_parquet(tmp_path / "files" / "train.parquet", {"x": np.ones(3)})
     with pytest.raises(OptionError, match="got a stream"):
         collect_with_ray(Plan(NET, f"hf:{tmp_path / 'files'}", trust_code=True), tmp_path / "o")
+    with pytest.raises(OptionError, match="Ray hands out the GPUs"):
+        collect_with_ray(Plan(NET, "d.npz", device="cuda:1", trust_code=True), tmp_path / "o")

@@ -52,7 +52,9 @@ def collect_to_folder(
     integer("batch_size", batch_size, 1)
     integer("workers", workers, 0)
     layer = f"input of {backbone.layer}" if backbone.takes_input else backbone.layer
-    whole = {"network": fingerprint(backbone.module), "layer": layer, "inputs": inputs, **identity}
+    whole = {"layer": layer, "inputs": inputs, **identity}
+    if "network" not in whole:
+        whole["network"] = fingerprint(backbone.module)
 
     def parts(start: int) -> Generator[Outputs]:
         batches = read_batches(data, spans(start, row_count(data), batch_size), collate, workers, backbone)

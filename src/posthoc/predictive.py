@@ -137,7 +137,7 @@ class RegressionPredictive(Predictive):
 
     def log_prob(self, y: Any) -> Tensor:
         density = -0.5 * self._standardised(y).square() - self.std.log() - 0.5 * math.log(2.0 * math.pi)
-        return density.reshape(len(self), -1).sum(-1)
+        return density.flatten(1).sum(-1) if density.ndim > 1 else density
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         noise = normal((n, *self.mean.shape), self.mean, generator)

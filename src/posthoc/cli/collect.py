@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from posthoc.cli.options import Engine
 
 if TYPE_CHECKING:
     from posthoc.outputs import Outputs
@@ -19,13 +20,6 @@ PREDICTOR, DATA, RUNNING = "Predictor", "Data", "Running"
 
 WORKERS = 8
 """The most processes that read data, unless more are asked for."""
-
-
-class Engine(StrEnum):
-    """What runs the predictor."""
-
-    local = "local"
-    ray = "ray"
 
 
 def collect(

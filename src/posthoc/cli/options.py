@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,26 @@ from posthoc.errors import FileError, OptionError
 if TYPE_CHECKING:
     from posthoc.outputs import Outputs
 
-__all__ = ["Device", "Features", "Force", "Inputs", "OutputColumns", "Targets", "open_data", "read_config", "refuse"]
+__all__ = [
+    "Device",
+    "Engine",
+    "Features",
+    "Force",
+    "Inputs",
+    "OutputColumns",
+    "Targets",
+    "open_data",
+    "read_config",
+    "refuse",
+]
+
+
+class Engine(StrEnum):
+    """Who does the work."""
+
+    local = "local"
+    ray = "ray"
+
 
 COLUMNS = "Columns of a table (Parquet or CSV)"
 

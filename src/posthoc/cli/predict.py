@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from posthoc.cli.options import Device, Features, Force, Inputs, OutputColumns, open_data, refuse
+from posthoc.cli.options import Device, Engine, Features, Force, Inputs, OutputColumns, open_data, refuse
 
 __all__ = ["predict"]
-
-
-class Engine(StrEnum):
-    """Who does the work."""
-
-    local = "local"
-    ray = "ray"
 
 
 def predict(

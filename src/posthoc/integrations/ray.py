@@ -8,16 +8,17 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from posthoc import methods
 from posthoc.checks import integer
 from posthoc.collecting import Span, SpanReader, row_count, spans, write_to_folder
 from posthoc.errors import OptionError, PosthocError
-from posthoc.fmgp import FMGP
 from posthoc.integrations.extras import require
 from posthoc.integrations.plan import Plan
 from posthoc.method import Method
@@ -42,7 +43,9 @@ def collect_with_ray(
     """As `collecting.collect_to_folder`, by so many actors (by default one a GPU of the cluster, or else one a
     processor). Every machine must see the data under the same path."""
     integer("batch_size", batch_size, 1)
-    opened = plan.open()
+    if plan.device not in (None, "cpu", "cuda"):
+        raise OptionError(f"Expected device cpu or cuda, since Ray hands out the GPUs, got {plan.device!r}.")
+    opened = replace(plan, device="cpu").open()  # only its identity is needed here
     total = row_count(opened.data)
     if total is None:
         raise OptionError(
@@ -51,7 +54,8 @@ def collect_with_ray(
         )
 
     def parts(start: int) -> Generator[Outputs]:
-        yield from in_order(partial(Collecting, plan.located()), list(spans(start, total, batch_size)), actors)
+        make, wanted = partial(Collecting, plan.located()), list(spans(start, total, batch_size))
+        yield from in_order(make, wanted, actors, use_gpus=plan.device != "cpu")
 
     return write_to_folder(parts, folder, identity=opened.identity, total=total, force=force, progress=progress)
 
@@ -60,14 +64,14 @@ def predict_with_ray(
     head: str | os.PathLike[str],
     outputs: str | os.PathLike[str],
     *,
-    load: Callable[[str | os.PathLike[str]], Method] = FMGP.load,
+    load: Callable[..., Method] = methods.load,
     rows: int = 4096,
     actors: int | None = None,
     covariance: bool = False,
 ) -> Iterator[Predictive]:
     """The predictions of a saved head for the outputs in a folder, so many rows at a time, in order and on the CPU.
 
-    Every machine must see both paths; `load` makes a method of the head's.
+    Every machine must see both paths; `load(path, device=...)` makes a method of the head.
     """
     from posthoc.storage import open_outputs
 
@@ -94,10 +98,11 @@ class Collecting:
 class Predicting:
     """Predicts for spans of the outputs."""
 
-    def __init__(self, load: Callable[[str], Method], head: str, outputs: str, covariance: bool) -> None:
+    def __init__(self, load: Callable[..., Method], head: str, outputs: str, covariance: bool) -> None:
         from posthoc.storage import open_outputs
 
-        self.method, self.outputs, self.covariance = load(head), open_outputs(outputs), covariance
+        self.method = load(head, device="cuda" if torch.cuda.is_available() else None)
+        self.outputs, self.covariance = open_outputs(outputs), covariance
 
     def __call__(self, span: Span) -> Predictive:
         return self.method.predict(self.outputs[slice(*span)], covariance=self.covariance).cpu()
@@ -123,14 +128,16 @@ class Actor:
         return {"made": column}
 
 
-def in_order(make: Callable[[], Callable[[Span], Any]], wanted: Sequence[Span], actors: int | None) -> Generator[Any]:
+def in_order(
+    make: Callable[[], Callable[[Span], Any]], wanted: Sequence[Span], actors: int | None, *, use_gpus: bool = True
+) -> Generator[Any]:
     """What actors make of spans, in the order of the spans."""
     ray = require("ray", "ray", "--engine ray")
     data = require("ray.data", "ray", "--engine ray")
     if not wanted:
         return
     with cluster(ray):
-        gpus = int(ray.cluster_resources().get("GPU", 0))
+        gpus = int(ray.cluster_resources().get("GPU", 0)) if use_gpus else 0
         most = integer("actors", actors, 1) if actors else gpus or int(ray.cluster_resources()["CPU"])
         rows = [{"start": start, "stop": stop} for start, stop in wanted]
         work = data.from_items(rows, override_num_blocks=min(len(rows), MOST_TASKS)).map_batches(

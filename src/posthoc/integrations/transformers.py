@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from posthoc.errors import FileError, OptionError
+from posthoc.errors import FileError, OptionError, PosthocError
 from posthoc.integrations.extras import require
 from posthoc.integrations.transforms import Transform, require_kind
 from posthoc.integrations.weights import load_weights, read_weights, weights_file
 
 __all__ = ["load_transformers"]
+
+IMAGES, TEXTS = "ImageClassification", "SequenceClassification"
+"""The tasks, as in the names of transformers' classes."""
 
 
 def load_transformers(name: str, weights: str | None) -> tuple[nn.Module, Transform]:
@@ -23,37 +29,49 @@ def load_transformers(name: str, weights: str | None) -> tuple[nn.Module, Transf
     file."""
     transformers = require("transformers", "hf", "A Hugging Face predictor")
     path = weights_file(weights)
-    revision = {} if weights is None or path is not None else {"revision": weights}
-    source: dict[str, Any] = {"trust_remote_code": False, **revision}
+    source: dict[str, Any] = {"trust_remote_code": False}
+    if path is None and weights not in (None, "DEFAULT"):
+        source["revision"] = weights
     try:
-        config = transformers.AutoConfig.from_pretrained(name, **source)
-        task = task_of(config, name)
-        family = getattr(transformers, f"AutoModelFor{task}")
-        if path is not None:
-            model = family.from_config(config, trust_remote_code=False)
-        else:
-            model, loaded = family.from_pretrained(name, use_safetensors=True, output_loading_info=True, **source)
-            require_all_loaded(name, loaded["missing_keys"])
-        if task == "ImageClassification":
-            processor = transformers.AutoImageProcessor.from_pretrained(name, **source)
-            transform: Transform = ImageProcessor(processor)
-        else:
-            transform = Tokens(transformers.AutoTokenizer.from_pretrained(name, **source), longest(config))
+        with quiet(transformers.utils.logging):
+            config = transformers.AutoConfig.from_pretrained(name, **source)
+            task = task_of(config, name)
+            family = getattr(transformers, f"AutoModelFor{task}")
+            if path is not None:
+                model = family.from_config(config, trust_remote_code=False)
+                load_weights(model, read_weights(path), path)
+            else:
+                model, loaded = family.from_pretrained(name, use_safetensors=True, output_loading_info=True, **source)
+                require_all_loaded(name, loaded["missing_keys"])
+            if task == IMAGES:
+                return model, ImageProcessor(transformers.AutoImageProcessor.from_pretrained(name, **source))
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
+            return model, Tokens(tokenizer, getattr(config, "max_position_embeddings", None))
+    except PosthocError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, FileError | OptionError):
-            raise
         reason = str(error).strip().partition("\n")[0]
         raise FileError(
             f"Expected a model on the Hugging Face hub or a folder of one, got {name!r}: {reason}"
         ) from error
-    if path is not None:
-        load_weights(model, read_weights(path), path)
-    return model, transform
+
+
+@contextmanager
+def quiet(logging: Any) -> Iterator[None]:
+    """No bars of downloads and of loading where no terminal shows them."""
+    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def task_of(config: Any, name: str) -> str:
-    """What the model was made for, as in the names of transformers' classes."""
-    for task in ("ImageClassification", "SequenceClassification"):
+    """What the model was made for."""
+    for task in (IMAGES, TEXTS):
         if any(architecture.endswith(f"For{task}") for architecture in config.architectures or ()):
             return task
     raise OptionError(
@@ -69,11 +87,6 @@ def require_all_loaded(name: str, missing: Any) -> None:
             f"Expected all weights of {name!r} in its files, found none for {', '.join(sorted(missing)[:5])}: it was "
             "not trained for this task; train it first, or give its weights with --weights."
         )
-
-
-def longest(config: Any) -> int | None:
-    """The most tokens that the network has positions for."""
-    return getattr(config, "max_position_embeddings", None)
 
 
 @dataclass(frozen=True)
@@ -96,7 +109,7 @@ class Tokens:
     """A Hugging Face tokenizer: texts that are too long are cut, short ones padded to the longest of the batch."""
 
     tokenizer: Any
-    positions: int | None
+    positions: int | None  # that the network has
 
     def __post_init__(self) -> None:
         if self.tokenizer.pad_token is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,11 +36,16 @@ class Collate:
 
     def __call__(self, rows: list[tuple[Any, Any]]) -> Any:
         inputs, targets = zip(*rows, strict=True)
-        batch = self.transform(list(inputs))
-        if isinstance(batch, np.ndarray):  # a tensor goes from one process to another in shared memory, an array not
-            batch = as_tensor(batch)
-            batch = batch.to(self.dtype) if self.dtype is not None and batch.is_floating_point() else batch
+        batch = self._cast(self.transform(list(inputs)))
         return batch if targets[0] is None else (batch, as_tensor(np.asarray(targets)))
+
+    def _cast(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return {name: self._cast(value) for name, value in batch.items()}
+        # Tensors, since they go from one process to another in shared memory, which arrays do not.
+        tensor = as_tensor(batch) if isinstance(batch, np.ndarray) else batch
+        real = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+        return tensor.to(self.dtype) if real and self.dtype is not None else tensor
 
 
 @dataclass(frozen=True)

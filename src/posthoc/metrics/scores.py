@@ -6,13 +6,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from posthoc.checks import choice
 from posthoc.errors import DataError, OptionError, WrongTaskError
-from posthoc.metrics.base import label_targets, real_targets
 from posthoc.metrics.classification import ECE, Accuracy, Brier
 from posthoc.metrics.likelihood import NLL
 from posthoc.metrics.ood import OOD
@@ -51,12 +50,7 @@ def regression(**kwargs: Any) -> dict[str, Metric]:
     }
 
 
-Targets = Callable[[Predictive, Any], Tensor]
-
-TASKS: dict[str, tuple[Callable[..., dict[str, Metric]], Targets]] = {
-    "classification": (classification, label_targets),
-    "regression": (regression, real_targets),
-}
+TASKS: dict[str, Callable[..., dict[str, Metric]]] = {"classification": classification, "regression": regression}
 
 
 class Scores(WrapperMetric):
@@ -75,9 +69,8 @@ class Scores(WrapperMetric):
         super().__init__()
         choice("task", task, tuple(TASKS))
         self.task = task
-        build, self._targets = TASKS[task]
         # A ModuleDict, so that they move between devices with their owner.
-        self.metrics = cast(dict[str, Metric], nn.ModuleDict(build(**kwargs)))
+        self.metrics = cast(dict[str, Metric], nn.ModuleDict(TASKS[task](**kwargs)))
 
     def update(self, pred: Predictive, y: Any) -> None:
         """Adds a batch, whole or not at all."""
@@ -106,7 +99,6 @@ class Scores(WrapperMetric):
 
     def _scores_of(self, pred: Predictive, y: Any) -> Scores:
         """A batch's own, apart from what is there until every metric has accepted it."""
-        y = self._targets(pred, y)
         batch = Scores(self.task, sync_on_compute=False).to(self.device)
         for name, metric in batch.metrics.items():
             metric.update(pred, False if name == "ood" else y)

@@ -225,16 +225,17 @@ def begin(folder: Path, identity: dict[str, Any], *, force: bool) -> Manifest:
     """The manifest to go on from; the folder then holds nothing else."""
     for litter in folder.glob(f".{MANIFEST}.*"):  # of a run that was killed
         litter.unlink()
-    if force or not (folder / MANIFEST).exists():
+    before = None if force or not (folder / MANIFEST).exists() else Manifest.read(folder)
+    if before is None or not before.rows:  # a run that failed before its first row leaves nothing to go on with
         manifest = Manifest(0, False, identity, {})
         manifest.write(folder)
     else:
-        manifest = Manifest.read(folder)
+        manifest = before
         require_same(folder, manifest.identity, identity)
         if manifest.complete:
             raise FileError(
                 f"Expected a folder to go on with, found a complete one of {manifest.rows} rows: {folder}. Open it "
-                "with open_outputs; to make it again, use force=True."
+                "with open_outputs; to make it again, use --force (force=True)."
             )
     for name in NAMES:
         if name not in manifest.arrays:
@@ -251,7 +252,7 @@ def require_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> N
         lines = "; ".join(f"{key}: {old} there, {new} now" for key, (old, new) in differing.items())
         raise FileError(
             f"Expected to go on with the outputs in {folder}, found that they are of something else ({lines}). "
-            "Collect into another folder, or start this one over with force=True."
+            "Collect into another folder, or start this one over with --force (force=True)."
         )
 
 
