@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from posthoc.batches import Batch, as_tensor, move, read_batch
 from posthoc.checks import require_finite
 from posthoc.errors import DataError, LayerError
+from posthoc.stillness import Stillness
 
-__all__ = ["Backbone", "Reading", "fingerprint"]
+__all__ = ["Backbone", "Reading", "fingerprint", "settled"]
 
 
 class Reading(NamedTuple):
@@ -25,6 +27,7 @@ class Reading(NamedTuple):
     target: Any | None
     features: Tensor | None  # (N, D)
     inputs: Tensor | None  # (N, D)
+    settle: Callable[[], None]  # refuses what is not finite: to be called before the numbers leave us
 
 
 class Backbone:
@@ -41,6 +44,7 @@ class Backbone:
         self.module = model if isinstance(model, nn.Module) else None
         self.layer, self.takes_input = self._find(layer)
         self._device = device
+        self._still = Stillness(self.module)
 
     @property
     def has_features(self) -> bool:
@@ -96,7 +100,7 @@ class Backbone:
             seen += len(reading.outputs)
             return reading
 
-        with eval_mode(self.module), self._listening(captured, features):
+        with self._still.eval(), self._listening(captured, features):
             yield run
 
     @contextmanager
@@ -126,9 +130,11 @@ class Backbone:
         batch = read_batch(raw)
         device = self.device or first_device(batch)
         batch = Batch(move(batch.args, device, self.dtype), move(batch.kwargs, device, self.dtype), batch.target)
-        for value in [*batch.args, *batch.kwargs.values()]:
-            if isinstance(value, Tensor):
-                require_finite(value, "inputs", first_row=seen)
+        given = [value for value in [*batch.args, *batch.kwargs.values()] if isinstance(value, Tensor)]
+        # Looking at numbers makes the host wait for a GPU, which can be given more to do first.
+        later = device.type == "cuda"
+        if not later:
+            all_finite(given, "inputs", seen)
         captured.clear()
         try:
             answer = self.model(*batch.args, **batch.kwargs)
@@ -139,12 +145,23 @@ class Backbone:
         outputs = read_outputs(answer).detach().clone()
         if outputs.ndim < 1:
             raise DataError("Expected the model to return one row a point, got a single number.")
-        require_finite(outputs, "outputs", first_row=seen)
+        found = [self._features(captured, len(outputs))] if features else []
+        flags = together([*given, outputs, *found]) if later else None
+
+        def settle() -> None:
+            if flags is None or not bool(flags):
+                all_finite(given if later else [], "inputs", seen)
+                all_finite([outputs], "outputs", seen)
+                all_finite(found, "features", seen)
+
+        if not later:
+            settle()
         return Reading(
             outputs,
             move(batch.target, device) if batch.target is not None else None,
-            self._features(captured, len(outputs)) if features else None,
+            found[0] if found else None,
             read_inputs(batch, len(outputs)).clone() if inputs else None,
+            settle if later else settled,
         )
 
     def _features(self, captured: list[Tensor], rows: int) -> Tensor:
@@ -162,31 +179,19 @@ class Backbone:
         return found.flatten(1)
 
 
-@contextmanager
-def eval_mode(module: nn.Module | None) -> Iterator[None]:
-    """Eval mode inside; outside, every training flag and buffer as it was."""
-    if module is None:
-        yield
-        return
-    flags = [(part, part.training) for part in module.modules()]
-    buffers = [
-        (part, name, buffer, buffer.detach().clone())
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
-    versions = [buffer._version for _, _, buffer, _ in buffers]
-    try:
-        module.eval()
-        yield
-    finally:
-        for part, flag in flags:
-            part.training = flag
-        with torch.no_grad():
-            for (part, name, buffer, value), version in zip(buffers, versions, strict=True):
-                part._buffers[name] = buffer  # forward may have put another in its place
-                if buffer._version != version:
-                    buffer.copy_(value)
+def together(tensors: list[Tensor]) -> Tensor:  # ()
+    """Whether all are finite, on the device. The largest magnitude tells, and is found in one pass."""
+    reals = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    return torch.stack([torch.linalg.vector_norm(tensor, math.inf).double() for tensor in reals]).isfinite().all()
+
+
+def settled() -> None:
+    """Nothing is left to refuse."""
+
+
+def all_finite(tensors: list[Tensor], name: str, first_row: int) -> None:
+    for tensor in tensors:
+        require_finite(tensor, name, first_row=first_row)
 
 
 def read_outputs(answer: Any) -> Tensor:

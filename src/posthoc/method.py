@@ -14,14 +14,14 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from posthoc.backbone import Backbone, fingerprint
+from posthoc.backbone import Backbone, fingerprint, settled
 from posthoc.batches import is_array, is_arrays, iterate
 from posthoc.checks import choice, integer
 from posthoc.errors import DataError, FileError, NotFittedError, OptionError, PosthocWarning
 from posthoc.files import read_head, write_head
 from posthoc.likelihoods import Likelihood, make_likelihood
 from posthoc.logits import KINDS, as_logits
-from posthoc.outputs import Outputs, collect, join
+from posthoc.outputs import Outputs, collect, read
 from posthoc.predictive import Predictive
 from posthoc.training import Checkpoint
 
@@ -157,9 +157,12 @@ class Method(ABC):
         self._require_fitted("predict")
         predict, size = self._predictor(covariance=covariance), self._rows_at_once()
         with closing(self._stream(data)) as stream:
-            for part in stream:
+            for part, settle in stream:
                 for start in range(0, len(part), size):
-                    yield predict(part[start : start + size])
+                    predictive = predict(part[start : start + size])
+                    if not start:
+                        settle()  # once a GPU has more to do: to look at the network's numbers is to wait for them
+                    yield predictive
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the fitted head (not the network) as safetensors, whole or not at all. Inducing points may be rows
@@ -293,10 +296,11 @@ class Method(ABC):
         if found != width:
             raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}.")
 
-    def _stream(self, data: Any) -> Generator[Outputs]:
+    def _stream(self, data: Any) -> Generator[tuple[Outputs, Callable[[], None]]]:
+        """Outputs, and for each what refuses them if they are not finite."""
         data = opened(data)
         if isinstance(data, Outputs):
-            yield self._fitting(data)
+            yield self._fitting(data), settled
             return
         if isinstance(data, list) and is_arrays(data):
             raise DataError(
@@ -309,7 +313,7 @@ class Method(ABC):
             for batch in [data] if one_batch else iterate(data, CHUNK):
                 reading = run(batch)
                 if len(reading.outputs):
-                    yield self._fitting(join([reading._replace(target=None)]))
+                    yield self._fitting(read(reading)), reading.settle
 
     def _fitting(self, outputs: Outputs) -> Outputs:
         assert self._width is not None

@@ -131,11 +131,22 @@ def collect(backbone: Backbone, data: Any, *, features: bool, inputs: bool, batc
     return join(readings)
 
 
+def read(reading: Reading) -> Outputs:
+    """One batch, whose numbers the backbone has looked at."""
+    if reading.outputs.ndim < 1:
+        raise DataError("Expected outputs in batches, got a single number.")
+    if not reading.outputs.is_floating_point():
+        raise DataError(f"Expected real-valued outputs, got {reading.outputs.dtype}.")
+    return Outputs.trusted(outputs=reading.outputs, features=reading.features, inputs=reading.inputs)
+
+
 def join(readings: list[Reading]) -> Outputs:
     """Batches of readings as one."""
     readings = [r for r in readings if r.outputs.ndim and len(r.outputs)]
     if not readings:
         raise DataError("Expected at least one data point, got none: the loader is empty.")
+    for reading in readings:
+        reading.settle()
     columns = Reading(*zip(*readings, strict=True))
     outputs = stack(columns.outputs, "outputs")
     assert outputs is not None

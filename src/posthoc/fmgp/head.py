@@ -27,11 +27,19 @@ class Head(nn.Module):
     def __init__(self, process: Process, coordinates: Coordinates, likelihood: Likelihood) -> None:
         super().__init__()
         self.process, self.coordinates, self.likelihood = process, coordinates, likelihood
+        self._prepared: tuple[list[tuple[int, int]], Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
         """Where it lives."""
         return self.process.l_raw.device
+
+    def prepared(self) -> Tensor:  # (M, M)
+        """W, worked out again only when the parameters have changed."""
+        versions = [(p.data_ptr(), p._version) for p in self.process.parameters()]
+        if self._prepared is None or self._prepared[0] != versions:
+            self._prepared = versions, self.process.prepare().detach()
+        return self._prepared[1]
 
     def predictive(self, outputs: Outputs, w: Tensor, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows, with W from `process.prepare()`."""

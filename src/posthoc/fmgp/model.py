@@ -194,7 +194,7 @@ class FMGP(Method):
         if shared:
             inducing = inducing._replace(z_class=torch.zeros_like(inducing.z_class))
         rank = self.output_rank or (RANK if many else None)
-        device = outputs.outputs.device
+        device = view.coordinates.device
         coupling = None if shared else OutputCovariance(num_outputs, rank, generator).to(device)
         inducing = inducing._replace(z={space: block.to(device) for space, block in inducing.z.items()})
         return Process(kernel, inducing, num_outputs, coupling, start=START)
@@ -235,7 +235,7 @@ class FMGP(Method):
 
     def _predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
         head = known(self.head)
-        w = head.process.prepare()
+        w = head.prepared()
         # Where few classes are coupled, their covariance comes unasked: draws of the logits need it.
         few = head.process.coupling is not None and head.process.num_outputs <= FEW_OUTPUTS
         dense = covariance or (few and self.likelihood.task == "classification")

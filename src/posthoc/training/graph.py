@@ -62,7 +62,8 @@ class GraphSteps:
                 self._step()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # Of this thread alone: another may be reading rows ahead, and allocate memory for them.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self._step()
         flat.restore(before)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Protocol, Self
 
@@ -42,7 +43,9 @@ def drawn_rows(n: int, size: int, seed: int, step: int, count: int) -> Tensor:  
     rows of a step depend on the seed and the step alone, so nothing need be remembered in order to go on."""
     pages = []
     for page in range(step // PAGE, (step + count - 1) // PAGE + 1):
-        generator = torch.Generator().manual_seed((seed << 32) + page)
+        # A hash, since the generator looks at 32 bits of its seed, which seed and page have to share.
+        mixed = hashlib.sha256(f"{seed}/{page}".encode()).digest()[:4]
+        generator = torch.Generator().manual_seed(int.from_bytes(mixed, "big"))
         pages.append(torch.randint(n, (PAGE, size), generator=generator))
     first = step % PAGE
     return torch.cat(pages)[first : first + count]

@@ -1,0 +1,191 @@
+"""The benchmarks run, write what they should, and refuse to report where a fast way disagrees with a plain one."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed, nn
+
+from benchmarks import big_fit, memory, predict_overhead, scaling
+from benchmarks.calls import Steps, capture, same_steps
+from benchmarks.resnet import resnet50
+from benchmarks.shapes import SHAPES
+from benchmarks.simulated import CHUNK, Simulated
+from benchmarks.step_speed import variants
+from benchmarks.tasks import synthetic_classification
+from posthoc import FMGP
+from posthoc.errors import FileError
+from posthoc.storage import OutputsWriter, open_outputs
+
+CPU = torch.device("cpu")
+
+
+def quick(name: str, folder, *options: str):
+    """What a quick run writes."""
+    out = folder / "result.json"
+    importlib.import_module(f"benchmarks.{name}").main(["--quick", "--out", str(out), *options])
+    result = json.loads(out.read_text())
+    assert result["quick"] is True
+    assert result["device"] == "cpu"
+    assert result["machine"]["torch"] == torch.__version__
+    return result
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """Work that would have a process of its own is done in this one, to save time."""
+    for module in ("shapes", "big_fit"):
+        monkeypatch.setattr(f"benchmarks.{module}.in_fresh_process", lambda function, *args: function(*args))
+
+
+def test_step_speed_of_large_shapes(tmp_path, one_process):
+    result = quick("step_speed", tmp_path, "--only", "shapes")
+    assert not {"steps", "fits"} & result.keys()
+    (shape,) = result["shapes"].values()
+    assert (shape["classes"], shape["features"], shape["variance"]) == (10, 64, "per_output")
+    assert shape["steps_per_second"].keys() == {"plain"}  # there is no CUDA graph on a CPU
+    assert shape["greatest_difference_from_steps_by_hand"]["plain"] < 1e-9
+    assert shape["peak_memory_mib"].keys() == {"plain"}
+    assert shape["met"] is None  # the target is a GPU's
+
+
+def test_predict_overhead(tmp_path):
+    result = quick("predict_overhead", tmp_path)
+    for run in result["runs"].values():
+        assert run["milliseconds"].keys() == {"network", "network and FMGP", "the head alone"}
+        assert run["met"] == (run["added_time"] <= 0.05)
+
+
+def test_memory(tmp_path):
+    result = quick("memory", tmp_path)
+    (case,) = result["sweeps"]["classes"]
+    for work, batch in {"fit": 100, "predict": 200}.items():
+        figures = case[work]
+        assert figures["peak"] > figures["added"] > 0
+        # B (C + M r) + M² + M D + C r² with C = 50, M = 10, D = 64, r = 8
+        assert figures["formula"] == 8 * (batch * (50 + 10 * 8) + 10 * 10 + 10 * 64 + 50 * 8 * 8)
+        if sys.platform == "linux":
+            assert 0 < figures["file_pages"] <= 200 * (50 + 64) * 2 + 200 * 8 + 3 * 2**14  # in whole pages
+    assert case["under_target"] is None
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="torch was built without torch.distributed")
+def test_scaling(tmp_path):
+    result = quick("scaling", tmp_path)
+    assert result["rows_per_second"].keys() == {"1", "2"}
+    assert 0.0 < result["greatest_difference_from_one_process"] < 1e-6  # the sum is in another order, so not zero
+    assert result["profile_milliseconds"]["1"]["of which all-reduce"] == 0.0
+    assert result["profile_milliseconds"]["2"]["of which all-reduce"] > 0.0
+
+
+def test_big_fit(tmp_path, one_process):
+    result = quick("big_fit", tmp_path, "--folder", str(tmp_path / "outputs"))
+    assert len(open_outputs(tmp_path / "outputs")) == result["rows"] == 400
+    assert result["bytes_of_data"] == 400 * ((40 + 8) * 2 + 8)
+    assert result["full_size"]["extrapolated"]
+    assert result["full_size"]["rows"] == 1_281_167
+    assert result["paper_over_ours"] == pytest.approx(18_350 / result["full_size"]["seconds"])
+
+
+def test_a_quick_run_writes_no_result_unless_told_where(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(predict_overhead, "overhead", lambda *_: {"milliseconds": {}, "met": True})
+    monkeypatch.setattr("benchmarks.harness.__file__", str(tmp_path / "harness.py"))
+    predict_overhead.main(["--quick"])
+    assert not list(tmp_path.iterdir())
+    predict_overhead.main([])
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["predict_overhead-cpu.json"]
+
+
+def test_times_are_extrapolated_in_the_open():
+    fit = {"seconds": 10.0, "seconds_of_training": 8.0}
+    whole = big_fit.at_full_size(fit, big_fit.IMAGENET)
+    assert (whole["seconds"], whole["extrapolated"]) == (10.0, False)
+    part = big_fit.at_full_size(fit, big_fit.IMAGENET // 4)
+    assert part["seconds"] == pytest.approx(8.0 + 4 * 2.0, rel=1e-5)
+    assert part["extrapolated"]
+
+
+def test_steps_that_disagree_are_not_reported():
+    call = capture(
+        FMGP(None, "classification", num_inducing=5, batch_size=20, progress=False), Simulated(60, 3, 4).outputs()
+    )
+    by_hand = call.by_hand(5)
+    assert same_steps(call.run(5), by_hand) < 1e-12
+    assert same_steps(call.run(5), by_hand) < 1e-12  # every run begins at the start
+    call.objective = lambda batch, loss=call.objective: loss(batch) * 1.001
+    with pytest.raises(AssertionError):
+        same_steps(call.run(5), by_hand)
+    moved = Steps(by_hand.losses, [p + 1e-5 for p in by_hand.parameters])
+    with pytest.raises(AssertionError):
+        same_steps(moved, by_hand)
+
+
+def test_a_mean_that_is_not_the_networks_own_is_not_reported():
+    size = predict_overhead.Size(batch=2, pixels=32, classes=5, inducing=4)
+    model, x = size.network().eval(), torch.randn(2, 3, 32, 32)
+    other = copy.deepcopy(model)
+    nn.init.normal_(other.fc.bias)
+    with torch.no_grad():
+        predict_overhead.check(predict_overhead.fitted(model, model.width, size, CPU), model, x)
+        with pytest.raises(AssertionError, match="network's own output"):
+            predict_overhead.check(predict_overhead.fitted(other, model.width, size, CPU), model, x)
+
+
+def test_processes_that_differ_in_one_bit_are_not_reported():
+    def report(value: float) -> scaling.Report:
+        return scaling.Report(1.0, Steps([1.0], [torch.tensor([value], dtype=torch.float64)]), {})
+
+    close = float(np.nextafter(0.5, 1.0))
+    assert scaling.agreement({1: [report(close)], 2: [report(0.5), report(0.5)]}) == pytest.approx(close - 0.5)
+    with pytest.raises(AssertionError, match="parameters differ"):
+        scaling.agreement({1: [report(0.5)], 2: [report(0.5), report(close)]})
+    with pytest.raises(AssertionError):
+        scaling.agreement({1: [report(0.50001)], 2: [report(0.5), report(0.5)]})
+
+
+def test_mapped_data_and_low_rank_are_checked_before_memory_is_measured(tmp_path, monkeypatch):
+    memory.check(tmp_path, CPU)
+    monkeypatch.setattr(memory, "joined", lambda parts: replace(p := next(parts), log_probs=p.log_probs + 1e-3))
+    with pytest.raises(AssertionError):
+        memory.check(tmp_path, CPU)
+
+
+def test_the_network_is_a_resnet50():
+    network = resnet50()
+    assert sum(p.numel() for p in network.parameters()) == 25_557_032
+    assert network.width == 2048
+    assert network.eval()(torch.randn(1, 3, 64, 64)).shape == (1, 1000)
+
+
+def test_the_shapes_that_have_targets():
+    targets = {(s.classes, s.features): (s.steps_per_second, s.most_bytes) for s in SHAPES.values()}
+    assert targets == {(10, 64): (1000, None), (1000, 512): (500, 1.5e9)}
+
+
+def test_simulated_rows_do_not_depend_on_how_many_are_asked_for(tmp_path):
+    many, few = Simulated(CHUNK + 10, 4, 3).outputs(), Simulated(CHUNK + 5, 4, 3)
+    for name in ("outputs", "targets", "features"):
+        assert torch.equal(getattr(few.outputs(), name), getattr(many, name)[: CHUNK + 5])
+    assert many.outputs.argmax(-1).eq(many.targets).double().mean() == pytest.approx(0.8 + 0.2 / 4, abs=0.02)
+    # a folder that a killed run has begun is gone on with
+    with OutputsWriter(tmp_path / "data", identity={"simulated": vars(few)}) as writer:
+        writer.append(few.outputs()[:CHUNK])
+    mapped = open_outputs(few.folder(tmp_path / "data"))
+    assert torch.equal(mapped.features, many.features[: CHUNK + 5])
+    before = (tmp_path / "data" / "features.npy").stat().st_mtime_ns
+    few.folder(tmp_path / "data")
+    assert (tmp_path / "data" / "features.npy").stat().st_mtime_ns == before
+    with pytest.raises(FileError):
+        Simulated(CHUNK + 10, 4, 3).folder(tmp_path / "data")
+
+
+def test_the_dense_reference_has_our_loss():
+    runs = variants(synthetic_classification(epochs=0), CPU, check=True)
+    runs["ours"](2)

@@ -1,0 +1,615 @@
+"""Checkpoints: a fit killed at any moment ends, once resumed, in the bytes of one that nobody disturbed."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors import safe_open
+
+from posthoc import FMGP, RBF, Categorical, FileError, OptionError, Outputs, TrainingError
+from posthoc.cli import main
+from posthoc.files import read_tensors
+from posthoc.storage import save_outputs
+from posthoc.training import Checkpoint
+from posthoc.training.steps import PlainSteps
+from tests.cases import inputs, labels, mlp, numbers, recorded, same, values
+
+if os.name != "posix":
+    pytest.skip("needs kill and fork", allow_module_level=True)
+
+FORKED = multiprocessing.get_context("forkserver")
+"""Children come from a process that has loaded everything, once, and has never computed a gradient."""
+FORKED.set_forkserver_preload(["pytest", "tests.test_checkpoint"])
+
+SECONDS = 60.0
+"""How long a process may take before it counts as hanging."""
+STEPS, EVERY = 30, 3
+SMALL: dict[str, Any] = {"steps": STEPS, "num_inducing": 4, "batch_size": 8, "eval_every": 5, "patience": None}
+
+
+def classes(n: int = 40, seed: int = 2) -> Outputs:
+    return recorded(mlp(3), inputs(n, seed=seed), labels(n, seed=seed))
+
+
+def reals(n: int = 40, seed: int = 2) -> Outputs:
+    return recorded(mlp(2), inputs(n, seed=seed), values(n, 2, seed=seed))
+
+
+def foreseen(n: int = 40, seed: int = 2, *, wrong: int = 0) -> Outputs:
+    """Labels that are the network's own, but for so many in ten: with some wrong, one can be too sure."""
+    outputs = classes(n, seed)
+    top = outputs.outputs.argmax(-1)
+    return outputs.with_targets(torch.where(torch.arange(n) % 10 < wrong, (top + 1) % 3, top))
+
+
+STOPPING: dict[str, Any] = {"variance": "shared", "patience": 2, "eval_every": 2, "lr": 0.1}
+
+Case = tuple[Any, dict[str, Any], Outputs, Outputs | None]
+"""Likelihood, options, data and validation data."""
+
+CASES: dict[str, Callable[[], Case]] = {  # made when they are used: a process that is to be forked must not compute
+    "regression": lambda: ("regression", {}, reals(), None),
+    "classes": lambda: ("classification", {"variance": "per_output", "output_rank": 2}, classes(), None),
+    "stops early": lambda: ("classification", STOPPING, foreseen(), foreseen(30, seed=5, wrong=1)),
+    "Monte Carlo": lambda: (Categorical(training="monte_carlo", samples=4), {}, classes(), classes(12, seed=5)),
+}
+
+
+def fit(case: str = "classes", options: dict[str, Any] | None = None, **more: Any) -> FMGP:
+    likelihood, own, data, val = CASES[case]()
+    return FMGP(None, likelihood, **{**SMALL, **own, **(options or {})}).fit(data, **{"val": val, **more})
+
+
+def saved(method: FMGP, path: Path) -> bytes:
+    method.save(path)
+    return path.read_bytes()
+
+
+def step_in(folder: Path) -> int:
+    """After how many steps the checkpoint was written; 0 where there is none."""
+    path = folder / "checkpoint.safetensors"
+    return int(read_tensors(path, "posthoc-checkpoint")[1]["step"]) if path.exists() else 0
+
+
+def start(target: Callable[..., None], *args: Any) -> Any:
+    child = FORKED.Process(target=target, args=args, daemon=True)
+    child.start()
+    return child
+
+
+def end_of(child: Any) -> int:
+    """Waits for a child, but not for ever; its exit code."""
+    child.join(SECONDS)
+    hangs = child.exitcode is None
+    child.kill()
+    child.join()
+    assert not hangs
+    return int(child.exitcode)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not done():
+        assert time.monotonic() < end, "nothing happens"
+        time.sleep(0.001)
+
+
+def resume_and_save(case: str, folder: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    fit(case, checkpoint=folder, checkpoint_every=EVERY, resume=True).save(out)
+
+
+def take_time() -> None:
+    """Slows this process down, so that there is time to be killed in."""
+    step = PlainSteps.step
+    PlainSteps.step = lambda *args: time.sleep(0.003) or step(*args)  # type: ignore[method-assign, func-returns-value]
+
+
+def slowly(case: str, folder: Path, out: Path) -> None:
+    take_time()
+    resume_and_save(case, folder, out)
+
+
+# Killed and resumed.
+
+
+def kill_at_random(child: Any, chance: random.Random, progress: Callable[[], int]) -> None:
+    """Kills a child some time after it got further than it was, so that in the end all is done."""
+    aim = progress() + chance.choice([1, 1, 2, 3]) * EVERY
+    wait_until(lambda: child.exitcode is not None or progress() >= aim)
+    child.join(chance.uniform(0.0, 0.02))
+    child.kill()
+    child.join()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_at_random_moments_and_resumed_gives_the_bytes_of_one_run(case: str, tmp_path: Path) -> None:
+    undisturbed = fit(case)
+    expected = saved(undisturbed, tmp_path / "expected.safetensors")
+    folder, out, chance = tmp_path / "folder", tmp_path / "out.safetensors", random.Random(case)
+    died_at: list[int] = []
+    while not out.exists():
+        child = start(slowly, case, folder, out)
+        if not died_at:
+            child.join(chance.uniform(0.0, 0.1))  # before there is anything to go on from
+            child.kill()
+            child.join()
+        else:
+            kill_at_random(child, chance, lambda: step_in(folder))
+        assert child.exitcode in (0, -signal.SIGKILL)
+        died_at.append(step_in(folder))
+    assert out.read_bytes() == expected
+    steps = len(undisturbed.history.losses)
+    assert len({step for step in died_at if 0 < step < steps}) >= 2, died_at
+
+
+def die(*args: Any) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still alive")
+
+
+def die_while_writing(moment: str, folder: Path, out: Path) -> None:
+    """Dies in the third checkpoint."""
+    save_file, replace_file, begun = safetensors.torch.save_file, os.replace, []
+
+    def half_written(tensors: Any, path: Any, *rest: Any) -> None:
+        save_file(tensors, path, *rest)
+        begun.append(path)
+        if moment == "half written" and len(begun) == 3:
+            os.truncate(path, os.path.getsize(path) // 2)
+            die()
+
+    def put_in_place(source: Any, target: Any) -> None:
+        if moment == "before it is in place" and len(begun) == 3:
+            die()
+        replace_file(source, target)
+        if moment == "after it is in place" and len(begun) == 3:
+            die()
+
+    safetensors.torch.save_file, os.replace = half_written, put_in_place  # type: ignore[assignment]
+    resume_and_save("classes", folder, out)
+
+
+@pytest.mark.parametrize(
+    ("moment", "step"), [("half written", 6), ("before it is in place", 6), ("after it is in place", 9)]
+)
+def test_killed_while_it_writes_a_checkpoint(moment: str, step: int, tmp_path: Path) -> None:
+    folder, out = tmp_path / "folder", tmp_path / "out.safetensors"
+    child = start(die_while_writing, moment, folder, out)
+    assert end_of(child) == -signal.SIGKILL
+    assert step_in(folder) == step
+    resumed = fit("classes", checkpoint=folder, checkpoint_every=EVERY, resume=True)
+    assert saved(resumed, out) == saved(fit("classes"), tmp_path / "expected.safetensors")
+    assert sorted(os.listdir(folder)) == [".lock", "checkpoint.safetensors"]  # and no halves of files
+
+
+def interrupted(folder: Path, case: str = "classes", *, after: int = 20, **more: Any) -> None:
+    """A fit that raises in the middle, as on Ctrl-C."""
+    taken = iter(range(after))
+    step = PlainSteps.step
+
+    def limited(self: PlainSteps, batch: Any, lr: Any) -> Any:
+        if next(taken, None) is None:
+            raise KeyboardInterrupt
+        return step(self, batch, lr)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlainSteps, "step", limited)
+        with pytest.raises(KeyboardInterrupt):
+            fit(case, checkpoint=folder, **{"checkpoint_every": EVERY, **more})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_history_goes_on_too(case: str, tmp_path: Path) -> None:
+    expected = fit(case).history
+    interrupted(tmp_path, case, after=11)
+    assert step_in(tmp_path) == 9
+    found = fit(case, checkpoint=tmp_path, checkpoint_every=EVERY, resume=True).history
+    assert found == expected
+    assert (found.best_step is None) == (CASES[case]()[3] is None)
+
+
+def test_best_parameters_from_before_the_interruption_are_kept(tmp_path: Path) -> None:
+    expected = fit("stops early")
+    best, steps = expected.history.best_step, len(expected.history.losses)
+    assert best is not None
+    assert 0 < best < steps - 1 < steps < STEPS  # the best comes before, and training stops by patience
+    interrupted(tmp_path, "stops early", after=steps - 1, checkpoint_every=1)
+    assert step_in(tmp_path) == steps - 1
+    found = fit("stops early", checkpoint=tmp_path, resume=True)
+    assert same(numbers(found), numbers(expected))
+    assert found.history == expected.history
+
+
+@pytest.mark.parametrize("every", [1, 7, STEPS, 1000])
+@pytest.mark.parametrize("case", ["regression", "Monte Carlo"])
+def test_a_checkpoint_changes_no_number(case: str, every: int, tmp_path: Path) -> None:
+    watched, alone = fit(case, checkpoint=tmp_path, checkpoint_every=every), fit(case)
+    assert same(numbers(watched), numbers(alone))
+    assert watched.history == alone.history
+    assert step_in(tmp_path) == STEPS  # the last state is written, whatever `every` is
+
+
+def test_another_interval_may_go_on_with_it(tmp_path: Path) -> None:
+    interrupted(tmp_path, checkpoint_every=EVERY)
+    found = fit(checkpoint=tmp_path, checkpoint_every=9, resume=True)
+    assert same(numbers(found), numbers(fit()))
+
+
+def test_global_random_numbers_are_left_alone(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    interrupted(tmp_path, "Monte Carlo")
+    fit("Monte Carlo", checkpoint=tmp_path, resume=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Where there is nothing left to do, or nothing yet.
+
+
+def test_resume_without_a_checkpoint_starts_afresh(tmp_path: Path) -> None:
+    found = fit(checkpoint=tmp_path / "not" / "there", resume=True)
+    assert same(numbers(found), numbers(fit()))
+
+
+@pytest.mark.parametrize("case", ["classes", "stops early"])
+def test_resume_of_a_finished_run_takes_no_step(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = fit(case, checkpoint=tmp_path / "folder", checkpoint_every=1000)
+    head, checkpoint = saved(first, tmp_path / "a.safetensors"), bytes_in(tmp_path / "folder")
+    monkeypatch.setattr(PlainSteps, "step", lambda *args: pytest.fail("a step was taken"))
+    again = fit(case, checkpoint=tmp_path / "folder", resume=True)
+    assert saved(again, tmp_path / "b.safetensors") == head
+    assert again.history == first.history
+    assert bytes_in(tmp_path / "folder") == checkpoint
+
+
+def bytes_in(folder: Path) -> bytes:
+    return (folder / "checkpoint.safetensors").read_bytes()
+
+
+def test_no_steps_leave_no_checkpoint(tmp_path: Path) -> None:
+    assert fit(options={"steps": 0}, checkpoint=tmp_path).fitted
+    assert step_in(tmp_path) == 0
+
+
+def test_a_fit_that_diverges_keeps_the_last_sound_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoilt(self: PlainSteps, batch: Any, lr: Any) -> Any:
+        return step(self, batch, lr) * (math.nan if next(taken) == 10 else 1.0)
+
+    step, taken = PlainSteps.step, iter(range(STEPS))
+    monkeypatch.setattr(PlainSteps, "step", spoilt)
+    with pytest.raises(TrainingError, match="became nan at step 11"):
+        fit(checkpoint=tmp_path, checkpoint_every=EVERY)
+    assert step_in(tmp_path) == 9
+    monkeypatch.undo()
+    assert same(numbers(fit(checkpoint=tmp_path, resume=True)), numbers(fit()))
+
+
+# Another run's checkpoint.
+
+OTHER_OPTIONS: dict[str, tuple[str, Any]] = {
+    # the option, and another value of it
+    "options.lr": ("lr", 0.03),
+    "options.steps": ("steps", STEPS + 1),
+    "options.batch_size": ("batch_size", 9),
+    "options.seed": ("seed", 1),
+    "options.eval_every": ("eval_every", 6),
+    "options.patience": ("patience", 3),
+    "options.num_inducing": ("num_inducing", 5),
+    "options.variance": ("variance", "shared"),
+    "options.output_rank": ("output_rank", 1),
+    "options.kl": ("kl", "once"),
+    "options.standardize": ("standardize", False),
+    "options.inducing": ("inducing", "random"),
+    "options.inducing_classes": ("inducing_classes", [0, 1, 2, 0]),
+    "options.kernel.type": ("kernel", RBF() + RBF()),
+    "options.kernel_start.log_amplitude": ("kernel", RBF(amplitude=2.0)),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was interrupted, for others to be refused."""
+    folder = tmp_path_factory.mktemp("begun")
+    interrupted(folder, after=5)
+    return folder
+
+
+@pytest.mark.parametrize("named", OTHER_OPTIONS)
+def test_a_checkpoint_of_other_options_is_refused(named: str, begun: Path) -> None:
+    before = bytes_in(begun)
+    option, value = OTHER_OPTIONS[named]
+    with pytest.raises(FileError, match=rf"another configuration.*\b{re.escape(named)}: .* now, .* there"):
+        fit(options={option: value}, checkpoint=begun, resume=True)
+    assert bytes_in(begun) == before
+
+
+KERNELS: dict[str, Callable[[], RBF]] = {
+    "a length-scale that is given and not taken from the data": lambda: RBF(lengthscale=1.0),
+    "parameters that are kept fixed": lambda: RBF().requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_checkpoint_of_another_kernel_is_refused(name: str, begun: Path) -> None:
+    with pytest.raises(FileError, match=r"another configuration.*kernel.* now, .* there"):
+        fit(options={"kernel": KERNELS[name]()}, checkpoint=begun, resume=True)
+
+
+def test_all_differences_are_named(begun: Path) -> None:
+    with pytest.raises(FileError, match=re.escape("(options.lr: 0.03 now, 0.02 there; options.seed: 7 now, 0 there)")):
+        fit(options={"lr": 0.03, "seed": 7}, checkpoint=begun, resume=True)
+
+
+def nudged(outputs: Outputs, name: str) -> Outputs:
+    """One value of one block changed, by the least that it can be."""
+    block = getattr(outputs, name).clone()
+    value = block[7] if block.ndim == 1 else block[7, 0]
+    value.copy_(torch.nextafter(value, torch.tensor(9.0)) if block.is_floating_point() else (value + 1) % 3)
+    return replace(outputs, **{name: block})
+
+
+@pytest.mark.parametrize("which", ["data", "val"])
+@pytest.mark.parametrize("block", ["outputs", "targets", "features"])
+def test_a_checkpoint_of_other_data_is_refused(which: str, block: str, tmp_path: Path) -> None:
+    given = {"data": classes(), "val": classes(12, seed=5)}
+    other = {**given, which: nudged(given[which], block)}
+    method = FMGP(None, "classification", **{**SMALL, "steps": 4})
+    method.fit(**given, checkpoint=tmp_path)
+    with pytest.raises(FileError, match=rf"other data.*\b{which}\.sha256: \w+ now, \w+ there"):
+        method.fit(**other, checkpoint=tmp_path, resume=True)
+    assert method.fit(**given, checkpoint=tmp_path, resume=True).fitted
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [(lambda: {"val": classes(12)}, "val: .* now, None there"), (lambda: {"num_data": 99}, "num_data: 99 now, 40")],
+)
+def test_a_checkpoint_without_validation_data_or_of_another_size_is_refused(
+    more: Callable[[], dict[str, Any]], named: str, begun: Path
+) -> None:
+    with pytest.raises(FileError, match=named):
+        fit(checkpoint=begun, resume=True, **more())
+
+
+def test_a_checkpoint_of_another_likelihood_or_network_is_refused(tmp_path: Path) -> None:
+    def run(model: Any, likelihood: Any, **more: Any) -> FMGP:
+        return FMGP(model, likelihood, **{**SMALL, "steps": 4}).fit((inputs(), labels()), checkpoint=tmp_path, **more)
+
+    run(mlp(3), "classification")
+    with pytest.raises(FileError, match=r"likelihood\.temperature: 2\.0 now, None there"):
+        run(mlp(3), Categorical(temperature=2.0), resume=True)
+    with pytest.raises(FileError, match="network: "):
+        run(mlp(3, seed=1), "classification", resume=True)
+    assert run(mlp(3), "classification", resume=True).fitted
+
+
+# Folders and files that cannot be used.
+
+
+def test_a_folder_with_files_is_refused_without_resume(tmp_path: Path) -> None:
+    fit(checkpoint=tmp_path)
+    before = bytes_in(tmp_path)
+    with pytest.raises(FileError, match=r"empty checkpoint folder.*--resume \(resume=True\)"):
+        fit(checkpoint=tmp_path)
+    assert bytes_in(tmp_path) == before
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    with pytest.raises(FileError, match="empty checkpoint folder"):
+        fit(checkpoint=other)
+    assert (other / "notes.txt").read_text() == "mine"
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def another_format(path: Path) -> None:
+    fit().save(path)
+
+
+def another_origin(path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.zeros(3)}, path)
+
+
+def another_version(path: Path) -> None:
+    tensors = safetensors.torch.load_file(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    safetensors.torch.save_file(tensors, path, {"posthoc": metadata["posthoc"].replace('"version": 1', '"version": 2')})
+
+
+@pytest.mark.parametrize("damage", [truncated, emptied, another_format, another_origin, another_version])
+def test_a_damaged_or_foreign_checkpoint_is_refused(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    interrupted(tmp_path, after=5)
+    path = tmp_path / "checkpoint.safetensors"
+    damage(path)
+    before = path.read_bytes()
+    with pytest.raises(FileError, match="Expected") as refusal:
+        fit(checkpoint=tmp_path, resume=True)
+    assert str(path) in str(refusal.value)
+    assert path.read_bytes() == before
+
+
+def test_two_runs_on_one_folder_are_refused(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path).claimed(), pytest.raises(FileError, match=r"only one writing.*wait"):
+        fit(checkpoint=tmp_path, resume=True)
+    assert fit(checkpoint=tmp_path).fitted
+
+
+def run_until_told(folder: Path, go_on: Path) -> None:
+    torch.set_num_threads(1)
+    step = PlainSteps.step
+
+    def waiting(self: PlainSteps, batch: Any, lr: Any) -> Any:
+        while step_in(folder) and not go_on.exists():
+            time.sleep(0.001)
+        return step(self, batch, lr)
+
+    PlainSteps.step = waiting  # type: ignore[method-assign]
+    resume_and_save("classes", folder, folder.with_suffix(".safetensors"))
+
+
+def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    folder, go_on = tmp_path / "folder", tmp_path / "go on"
+    child = start(run_until_told, folder, go_on)
+    wait_until(lambda: step_in(folder) > 0)
+    with pytest.raises(FileError, match="only one writing"):
+        fit(checkpoint=folder, resume=True)
+    go_on.touch()
+    assert end_of(child) == 0
+    assert folder.with_suffix(".safetensors").read_bytes() == saved(fit(), tmp_path / "expected.safetensors")
+
+
+class Unused(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        pytest.fail("the network was run before the folder was looked at")
+
+
+def fit_a_network(**more: Any) -> None:
+    FMGP(Unused(), "classification", **SMALL).fit((inputs(), labels()), **more)
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_the_network_is_run(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(FileError, match="Expected a folder, found a file"):
+        fit_a_network(checkpoint=file)
+    with pytest.raises(FileError, match="Expected a folder"):
+        fit_a_network(checkpoint=file / "inside")
+    with pytest.raises(FileError, match="empty checkpoint folder"):
+        fit_a_network(checkpoint=tmp_path)
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_refused_before_the_network_is_run(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    try:
+        for folder in (tmp_path, tmp_path / "new"):
+            with pytest.raises(FileError, match="Expected a folder"):
+                fit_a_network(checkpoint=folder)
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_options_that_make_no_sense_are_refused_before_the_network_is_run(tmp_path: Path) -> None:
+    for every in (0, -1, 1.5, "all"):
+        with pytest.raises(OptionError, match="checkpoint_every to be an integer of at least 1"):
+            fit_a_network(checkpoint=tmp_path, checkpoint_every=every)
+    with pytest.raises(OptionError, match="resume=True goes on from a checkpoint"):
+        fit_a_network(resume=True)
+
+
+def test_fresh_batches_cannot_be_resumed(tmp_path: Path) -> None:
+    method = FMGP(mlp(3), "classification", cache=False, **SMALL)
+    with pytest.raises(OptionError, match="cache=True"):
+        method.fit((inputs(), labels()), checkpoint=tmp_path)
+
+
+# What a checkpoint tells of where it was made.
+
+
+def elsewhere(folder: Path, out: Path) -> None:
+    os.environ["HOSTNAME"] = os.environ["USER"] = "somebody-else"
+    os.chdir(folder.parent)
+    resume_and_save("Monte Carlo", Path(folder.name), Path(out.name))
+
+
+def test_files_say_nothing_of_place_or_time(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there" / "folder"
+    there.parent.mkdir()
+    out = there.parent / "out.safetensors"
+    assert end_of(start(elsewhere, there, out)) == 0
+    head = saved(fit("Monte Carlo", checkpoint=here, checkpoint_every=EVERY), tmp_path / "head.safetensors")
+    assert head == out.read_bytes()
+    assert bytes_in(here) == bytes_in(there)
+    for word in (str(tmp_path), tmp_path.name, str(Path.home()), socket.gethostname(), sys.executable):
+        if len(word) > 4:  # a shorter one may be there by chance
+            assert word.encode() not in head + bytes_in(here)
+
+
+# The command line.
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *args: Any) -> int:
+    monkeypatch.setattr(sys, "argv", ["posthoc", *map(str, args)])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+SETTINGS = [part for name, value in SMALL.items() if value for part in ("--set", f"{name}={value}")]
+
+
+def run_command_and_die(data: Path, folder: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    step, taken = PlainSteps.step, iter(range(17))
+    PlainSteps.step = lambda *args: step(*args) if next(taken, None) is not None else die()  # type: ignore[method-assign]
+    sys.argv = ["posthoc", *map(str, arguments(data, folder, out))]
+    main()
+
+
+def arguments(data: Path, folder: Path, out: Path) -> list[Any]:
+    kept = ["--checkpoint", folder, "--checkpoint-every", 5]
+    return ["fit", f"{data}[:30]", "--val", f"{data}[30:]", "--task", "classification", "-o", out, *SETTINGS, *kept]
+
+
+def test_command_goes_on_after_it_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, folder, out = tmp_path / "data.npz", tmp_path / "folder", tmp_path / "out.safetensors"
+    save_outputs(classes(), data)
+    child = start(run_command_and_die, data, folder, out)
+    assert end_of(child) == -signal.SIGKILL
+    assert step_in(folder) == 15
+    assert not out.exists()
+    again = arguments(data, folder, out)
+    assert run_command(monkeypatch, *again) == 1
+    assert "go on from there with --resume" in capsys.readouterr().err
+    assert run_command(monkeypatch, *again, "--resume", "--seed", 3) == 1
+    assert "options.seed: 3 now, 0 there" in capsys.readouterr().err
+    assert not out.exists()
+    assert run_command(monkeypatch, *again, "--resume") == 0
+    expected = tmp_path / "expected.safetensors"
+    assert run_command(monkeypatch, *arguments(data, tmp_path / "another folder", expected)) == 0
+    assert out.read_bytes() == expected.read_bytes()
+
+
+def test_command_refuses_what_makes_no_sense(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "data.npz", tmp_path / "out.safetensors"
+    save_outputs(classes(), data)
+    asked = ["fit", data, "--task", "classification", "-o", out]
+    assert run_command(monkeypatch, *asked, "--resume") == 1
+    assert "resume=True goes on from a checkpoint" in capsys.readouterr().err
+    assert run_command(monkeypatch, *asked, "--checkpoint", tmp_path / "c", "--checkpoint-every", 0) == 2
+    assert run_command(monkeypatch, *asked, "--checkpoint", data) == 1
+    assert "Expected a folder, found a file" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["data.npz"]

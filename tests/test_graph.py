@@ -1,0 +1,451 @@
+"""Steps from a CUDA graph, and data kept on the host: the numbers of ordinary steps on resident data, to the bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from posthoc import FMGP, RBF, Categorical, NotPSDError, Outputs, PosthocError, PosthocWarning, TrainingError
+from posthoc.fmgp.points import DrawnBatches, Prefetch
+from posthoc.linalg import cholesky
+from posthoc.storage import open_outputs, save_outputs
+from posthoc.training import History, Training, drawn_rows, train
+from posthoc.training.flat import Flat
+from posthoc.training.graph import GraphSteps
+from posthoc.training.ranks import Ranks
+from posthoc.training.steps import PlainSteps
+from tests.cases import numbers, same
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that CUDA knows")
+
+WIDTH, STEPS = 5, 120
+SMALL: dict[str, Any] = {"steps": STEPS, "num_inducing": 20, "batch_size": 50, "eval_every": 30, "patience": None}
+
+
+def classes(n: int, c: int, seed: int = 0) -> Outputs:
+    g = torch.Generator().manual_seed(seed)
+    target = torch.randint(c, (n,), generator=g)
+    return Outputs(2.0 * torch.randn(n, c, generator=g), target, torch.randn(n, WIDTH, generator=g))
+
+
+def reals(n: int, seed: int = 0) -> Outputs:
+    g = torch.Generator().manual_seed(seed)
+    output, target = torch.randn(2, n, 1, generator=g)
+    return Outputs(output, target, torch.randn(n, WIDTH, generator=g))
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], Callable[..., Outputs]]] = {
+    "regression": ("regression", {}, reals),
+    "ten classes": ("classification", {"variance": "per_output"}, functools.partial(classes, c=10)),
+    "a thousand classes": ("classification", {"variance": "shared"}, functools.partial(classes, c=1000)),
+    "low rank": ("classification", {"variance": "per_output", "output_rank": 3}, functools.partial(classes, c=100)),
+}
+
+
+def fit(case: str, *, graph: bool | None = None, options: dict[str, Any] | None = None, **more: Any) -> FMGP:
+    """A fit on the GPU, with a graph or without."""
+    likelihood, own, data = CASES[case]
+    method = FMGP(None, likelihood, device="cuda", **{**SMALL, **own, **(options or {})})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("posthoc.fmgp.model.train", functools.partial(train, graph=graph))
+        return method.fit(more.pop("data", None) or data(400), **more)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often blocks were taken by a graph and step by step, and how often a graph was captured."""
+    counts = {"graph": 0, "plain": 0, "captured": 0}
+
+    def count(kind: type, method: str, name: str) -> None:
+        original = getattr(kind, method)
+
+        def counted(*args: Any) -> Any:
+            counts[name] += 1
+            return original(*args)
+
+        monkeypatch.setattr(kind, method, counted)
+
+    count(GraphSteps, "run", "graph")
+    count(GraphSteps, "_capture", "captured")
+    count(PlainSteps, "run", "plain")
+    return counts
+
+
+# On the GPU.
+
+
+@cuda
+@pytest.mark.parametrize("case", CASES)
+def test_a_graph_gives_the_numbers_of_ordinary_steps(case: str, calls: dict[str, int]) -> None:
+    replayed = fit(case)  # it is the default there
+    assert calls["graph"] > 1
+    assert calls["captured"] == 1
+    assert calls["plain"] == 0
+    plain = fit(case, graph=False)
+    assert calls["plain"] > 1
+    assert replayed.history.losses == plain.history.losses
+    assert same(numbers(replayed), numbers(plain))
+    assert len(plain.history.losses) == STEPS
+
+
+@cuda
+def test_a_batch_of_all_rows_is_replayed_too(calls: dict[str, int]) -> None:
+    replayed, plain = (fit("ten classes", graph=graph, data=classes(40, c=10)) for graph in (True, False))
+    assert calls["captured"] == 1
+    assert replayed.history == plain.history
+    assert same(numbers(replayed), numbers(plain))
+
+
+@cuda
+def test_early_stopping_in_a_graph(calls: dict[str, int]) -> None:
+    watched = {"lr": 0.1, "eval_every": 3, "patience": 2}
+    data = classes(400, c=10)
+    sure = data.with_targets(data.outputs.argmax(-1))  # right where it learns, wrong where it is watched
+    replayed, plain = (
+        fit("ten classes", graph=graph, options=watched, data=sure, val=data[:60]) for graph in (True, False)
+    )
+    assert calls["captured"] == 1
+    assert replayed.history == plain.history
+    assert same(numbers(replayed), numbers(plain))
+    assert 6 <= len(plain.history.losses) < STEPS
+
+
+@cuda
+def test_a_graph_that_was_interrupted_goes_on_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def head(name: str, **more: Any) -> bytes:
+        method = fit("ten classes", val=classes(60, c=10, seed=1), **more)
+        method.save(tmp_path / name)
+        return (tmp_path / name).read_bytes()
+
+    expected, folder, run = head("expected"), tmp_path / "folder", GraphSteps.run
+    blocks = iter(range(4))
+
+    def stopping(self: GraphSteps, block: Any, lrs: list[float]) -> list[float]:
+        if next(blocks, None) is None:
+            raise KeyboardInterrupt
+        return run(self, block, lrs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphSteps, "run", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            head("never", checkpoint=folder, checkpoint_every=20)
+    shutil.copytree(folder, tmp_path / "copy")
+    assert head("resumed", checkpoint=folder, resume=True) == expected
+    assert head("resumed in ordinary steps", checkpoint=tmp_path / "copy", resume=True, graph=False) == expected
+
+
+@cuda
+def test_draws_on_the_gpu_go_on_too(tmp_path: Path, calls: dict[str, int]) -> None:
+    def run(**more: Any) -> FMGP:
+        likelihood = Categorical(training="monte_carlo", samples=4)
+        return FMGP(None, likelihood, device="cuda", **SMALL).fit(classes(400, c=5), **more)
+
+    expected = run()
+    with pytest.MonkeyPatch.context() as patch:
+        step, taken = PlainSteps.step, iter(range(50))
+        patch.setattr(PlainSteps, "step", lambda *args: step(*args) if next(taken, None) is not None else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(checkpoint=tmp_path, checkpoint_every=20)
+    found = run(checkpoint=tmp_path, resume=True)
+    assert same(numbers(found), numbers(expected))
+    assert found.history == expected.history
+    assert calls["graph"] == 0  # draws cannot be replayed
+
+
+@cuda
+@pytest.mark.filterwarnings("ignore::posthoc.PosthocWarning")
+def test_a_graph_whose_numbers_fail_says_what_ordinary_steps_say(calls: dict[str, int]) -> None:
+    said = []
+    for graph in (True, False):
+        with pytest.raises(PosthocError) as failure:
+            fit("regression", graph=graph, options={"kernel": RBF(amplitude=1e-3).requires_grad_(False), "lr": 1e6})
+        said.append((type(failure.value), str(failure.value)))
+    assert said[0] == said[1]
+    assert said[0][0] in (TrainingError, NotPSDError)
+    assert calls["captured"] == 1
+
+
+class Same:
+    """Batches for an objective that looks only at their number."""
+
+    fixed, weight = True, 1.0
+
+    def __init__(self, device: str, ahead: int = 4) -> None:
+        self.device, self.ahead = device, ahead
+
+    def block(self, step: int, count: int) -> Numbers:
+        return Numbers(torch.arange(step, step + count, dtype=torch.float64, device=self.device))
+
+
+class Numbers:
+    """A block, or a batch, of one tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Numbers:
+        return Numbers(change(self.tensor))
+
+
+def descend(
+    loss: Callable[[Tensor, Tensor], Tensor], device: str, graph: bool | None, steps: int = 10
+) -> tuple[Tensor, History]:
+    """Trains two numbers on a loss of them and of the number of the step."""
+    parameter = nn.Parameter(torch.tensor([0.3, -0.2], dtype=torch.float64, device=device))
+    history = train(
+        lambda batch: loss(parameter, batch.tensor),
+        [parameter],
+        Same(device),
+        Training(steps=steps, lr=0.1),
+        graph=graph,
+    )
+    return parameter.detach().cpu(), history
+
+
+def waves(p: Tensor, step: Tensor) -> Tensor:
+    return (p - 0.1 * step).square().sum() + (p * step).sin().sum()
+
+
+def singular(p: Tensor, step: Tensor) -> Tensor:
+    """A matrix that has a Cholesky factor only with jitter, at every third step."""
+    ridge = 1e-3 - (1e-3 + 1e-9) * (step % 3 == 2).double()
+    ones = torch.ones(2, 2, dtype=torch.float64, device=p.device)
+    eye = torch.eye(2, dtype=torch.float64, device=p.device)
+    return cholesky(p.exp().sum() * (ones + ridge * eye)).diagonal().sum()
+
+
+@cuda
+def test_a_factor_that_fails_in_a_graph_has_its_jitter_in_an_ordinary_step(calls: dict[str, int]) -> None:
+    with pytest.warns(PosthocWarning, match="was not positive definite"):
+        replayed = descend(singular, "cuda", True)
+    assert calls["captured"] == 1
+    assert calls["plain"] == calls["graph"] == 3  # each block had such a step
+    with pytest.warns(PosthocWarning, match="was not positive definite"):
+        plain = descend(singular, "cuda", False)
+    assert torch.equal(replayed[0], plain[0])
+    assert replayed[1] == plain[1]
+
+
+@cuda
+def test_one_bad_block_does_not_end_the_graph(calls: dict[str, int]) -> None:
+    def once(p: Tensor, step: Tensor) -> Tensor:
+        return singular(p, 2.0 * (step == 5).double()) + waves(p, step)
+
+    with pytest.warns(PosthocWarning, match="was not positive definite"):
+        replayed = descend(once, "cuda", True)
+    assert calls == {"graph": 3, "plain": 1, "captured": 1}
+    with pytest.warns(PosthocWarning, match="was not positive definite"):
+        plain = descend(once, "cuda", False)
+    assert torch.equal(replayed[0], plain[0])
+    assert replayed[1] == plain[1]
+
+
+@cuda
+def test_a_factor_that_fails_in_ordinary_steps_too_says_so(calls: dict[str, int]) -> None:
+    def negative(p: Tensor, step: Tensor) -> Tensor:
+        sign = 1.0 - 2.0 * (step == 6).double()
+        return cholesky(sign * torch.diag(p.exp()), "my matrix").diagonal().sum()
+
+    with pytest.raises(NotPSDError, match="Expected my matrix to be positive definite"):
+        descend(negative, "cuda", True)
+    assert calls == {"graph": 2, "plain": 1, "captured": 1}
+
+
+# On the GPU, with the data on the host.
+
+
+@cuda
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("case", ["regression", "a thousand classes"])
+def test_data_on_the_host_give_the_numbers_of_resident_ones(
+    case: str, mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(data: Outputs) -> tuple[FMGP, list[bool]]:
+        away: list[bool] = []
+
+        class Noting(DrawnBatches):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                away.append(self.reader is not None)
+
+        few = {"steps": 30, "batch_size": 20, "eval_every": 7}  # which look at fewer rows than there are
+        monkeypatch.setattr("posthoc.fmgp.model.DrawnBatches", Noting)
+        return fit(case, options=few, data=data, val=CASES[case][2](50, seed=1)), away
+
+    data = CASES[case][2](2000)
+    resident, where = run(data)
+    assert where == [False]
+    if mapped:
+        save_outputs(data, tmp_path / "outputs")
+        data = open_outputs(tmp_path / "outputs")
+    monkeypatch.setattr("posthoc.fmgp.model.KEPT_AWAY", 0)
+    kept, where = run(data)
+    assert where == [True]
+    assert data.outputs.device.type == "cpu"
+    assert kept.history == resident.history
+    assert same(numbers(kept), numbers(resident))
+
+
+@cuda
+def test_reading_ahead_does_not_disturb_the_capture(monkeypatch: pytest.MonkeyPatch, calls: dict[str, int]) -> None:
+    read = DrawnBatches._read
+
+    def long(self: DrawnBatches, step: int, count: int) -> Outputs:
+        end, held = time.monotonic() + 0.5, []
+        while time.monotonic() < end:
+            held.append(torch.empty(2**20).pin_memory())  # as reading does, but for as long as a capture may take
+        return read(self, step, count)
+
+    few = {"steps": 30, "batch_size": 10, "eval_every": 10}
+    data = classes(1000, c=10)
+    expected = fit("ten classes", options=few, data=data)
+    monkeypatch.setattr("posthoc.fmgp.model.KEPT_AWAY", 0)
+    monkeypatch.setattr(DrawnBatches, "_read", long)
+    found = fit("ten classes", options=few, data=data)
+    assert same(numbers(found), numbers(expected))
+    assert calls["plain"] == 0
+
+
+# What can be seen without a GPU.
+
+
+def test_a_graph_is_for_one_gpu_batches_of_one_shape_and_no_draws() -> None:
+    gpu, cpu = (SimpleNamespace(values=[SimpleNamespace(device=torch.device(name))]) for name in ("cuda", "cpu"))
+    alone, together = Ranks(), Ranks()
+    together.count = 2
+    fixed, fresh = SimpleNamespace(fixed=True), SimpleNamespace(fixed=False)
+    assert GraphSteps.possible(gpu, alone, fixed, None)
+    assert not GraphSteps.possible(cpu, alone, fixed, None)
+    assert not GraphSteps.possible(SimpleNamespace(values=gpu.values + cpu.values), alone, fixed, None)
+    assert not GraphSteps.possible(gpu, together, fixed, None)
+    assert not GraphSteps.possible(gpu, alone, fresh, None)
+    assert not GraphSteps.possible(gpu, alone, fixed, torch.Generator())
+    assert not GraphSteps.possible(Flat([nn.Parameter(torch.zeros(2))]), alone, Same("cpu"), None)
+
+
+class PretendedGraph:
+    """Does again, by hand, what a captured step does."""
+
+    step: Callable[[], None]
+
+    def replay(self) -> None:
+        self.step()
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs on the CPU: a capture notes the step, a replay takes it."""
+    taken: list[Callable[[], None]] = []
+    original = GraphSteps._step
+
+    def step(self: GraphSteps) -> None:
+        taken.append(lambda: original(self))
+        original(self)
+
+    @contextmanager
+    def capture(graph: PretendedGraph, capture_error_mode: str) -> Iterator[None]:
+        yield
+        graph.step = taken[-1]
+
+    idle = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(GraphSteps, "_step", step)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: idle)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: idle)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+
+@pytest.mark.usefixtures("pretended")
+def test_replayed_steps_have_their_own_batch_and_learning_rate(calls: dict[str, int]) -> None:
+    """Ten steps in blocks of four: the warm-up leaves no trace, and the last block is shorter than its place."""
+    replayed, plain = descend(waves, "cpu", True), descend(waves, "cpu", False)
+    assert calls == {"graph": 3, "captured": 1, "plain": 3}
+    assert torch.equal(replayed[0], plain[0])
+    assert replayed[1] == plain[1]
+    assert len(plain[1].losses) == 10
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_block_that_fails_is_taken_again_from_where_it_began(calls: dict[str, int]) -> None:
+    failing = iter([False] * (4 + 4 + 2) + [True] + [False] * 20)  # capture, first block, third step of the second
+
+    def loss(p: Tensor, step: Tensor) -> Tensor:
+        return waves(p, step) * (math.nan if next(failing) else 1.0)
+
+    replayed, plain = descend(loss, "cpu", True), descend(waves, "cpu", False)
+    assert calls == {"graph": 3, "captured": 1, "plain": 1 + 3}
+    assert torch.equal(replayed[0], plain[0])
+    assert replayed[1] == plain[1]
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_loss_that_stays_bad_is_reported_with_its_step() -> None:
+    def loss(p: Tensor, step: Tensor) -> Tensor:
+        return waves(p, step) * torch.where(step == 6, math.nan, 1.0)
+
+    with pytest.raises(TrainingError, match="became nan at step 7 of 10"):
+        descend(loss, "cpu", True)
+
+
+# Batches by step, and read ahead.
+
+
+def test_rows_of_a_step_do_not_depend_on_the_block_it_is_read_in() -> None:
+    whole = drawn_rows(1000, 7, 3, 0, 200)
+    assert whole.shape == (200, 7)
+    for sizes in ([1] * 200, [50] * 4, [63, 1, 1, 64, 71]):
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        parts = [drawn_rows(1000, 7, 3, step, count) for step, count in zip(starts, sizes, strict=True)]
+        assert torch.equal(torch.cat(parts), whole)
+    assert len({tuple(rows) for rows in whole.tolist()}) == 200
+    assert 0 <= int(whole.min()) < int(whole.max()) < 1000
+
+
+def test_every_seed_has_rows_of_its_own() -> None:
+    seeds = [0, 1, 2, 2**32, 2**32 + 1, 2**62]
+    assert len({tuple(drawn_rows(10**6, 20, seed, step, 1)[0].tolist()) for seed in seeds for step in (0, 64)}) == 12
+
+
+def test_blocks_are_read_ahead_and_in_any_order() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def read(step: int, count: int) -> Any:
+        asked.append((step, count))
+        return step, count
+
+    reader: Any = Prefetch(read)
+    wanted = [(0, 5), (5, 5), (10, 2), (12, 5), (17, 5), (3, 5)]
+    for place in wanted:
+        assert reader(*place) == place
+        following = (place[0] + place[1], place[1])
+        end = time.monotonic() + 10.0
+        while following not in asked and time.monotonic() < end:
+            time.sleep(0.001)
+        assert following in asked  # before anybody wanted it
+    assert [place for place in asked if place in [(5, 5), (17, 5)]] == [(5, 5), (17, 5)]  # and not once more
+
+
+def test_an_error_of_the_reader_is_not_lost() -> None:
+    def read(step: int, count: int) -> Any:
+        if step == 5:
+            raise OSError("the disk is gone")
+        return step
+
+    reader: Any = Prefetch(read)
+    assert reader(0, 5) == 0
+    with pytest.raises(OSError, match="the disk is gone"):
+        reader(5, 5)

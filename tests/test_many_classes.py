@@ -1,0 +1,287 @@
+"""Many classes, many rows: no tensor grows with classes x inducing points, and no step with the number of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from posthoc import FMGP, Outputs
+from posthoc.fmgp.coupled import CoupledLatent, LowRankLatent
+from posthoc.fmgp.coupling import OutputCovariance
+from posthoc.fmgp.model import RANK, TYPICAL
+from posthoc.fmgp.points import AHEAD, VALUES_AHEAD, DrawnBatches
+from posthoc.latent import Latent
+from posthoc.method import AT_ONCE
+from posthoc.storage import open_outputs
+from posthoc.storage.folder import ArraySpec, Manifest, array_path
+from posthoc.training.steps import PlainSteps
+from tests.test_checkpoint import end_of, start
+
+CLASSES, BATCH, M, WIDTH = 2000, 50, 30, 5
+FORMS: dict[str, dict[str, Any]] = {
+    "shared": {"variance": "shared"},
+    "low rank": {"variance": "per_output"},
+}
+FEW_STEPS: dict[str, Any] = {"num_inducing": M, "batch_size": BATCH, "steps": 3}
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes, forwards or backwards; views of another make nothing."""
+
+    numbers = 0
+    shape: tuple[int, ...] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {memory(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and memory(tensor) not in given and tensor.numel() > self.numbers:
+                self.numbers, self.shape = tensor.numel(), tuple(tensor.shape)
+        return made
+
+
+def memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def many(n: int, classes: int = CLASSES, seed: int = 0) -> Outputs:
+    g = torch.Generator().manual_seed(seed)
+    target = torch.randint(classes, (n,), generator=g)
+    return Outputs(torch.randn(n, classes, generator=g), target, torch.randn(n, WIDTH, generator=g))
+
+
+def bound(rows: int) -> int:
+    """The largest tensor that a step, or a prediction, of so many rows may make. `rows x C` are the logits; the rest
+    is `LowRankLatent`'s: Q and Qᵀs, QᵀQ and F's outer products (C x r², once, whatever the rows)."""
+    together = rows + M  # rows and inducing points, whose kernel is evaluated at once
+    allowed = max(rows * CLASSES, rows * RANK * M, CLASSES * RANK**2, together * M, together * WIDTH)
+    assert rows * M * CLASSES > 10 * allowed  # what the dense form would make is far above
+    return allowed
+
+
+# The largest tensor.
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_step_makes_a_tensor_of_rows_x_inducing_points_x_classes(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, step = Largest(), PlainSteps.step
+
+    def watched(*args: Any) -> Tensor:
+        with seen:
+            return step(*args)
+
+    monkeypatch.setattr(PlainSteps, "step", watched)
+    FMGP(None, "classification", **FEW_STEPS, **FORMS[form]).fit(many(200))
+    assert BATCH * CLASSES <= seen.numbers <= bound(BATCH), seen.shape
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_fit_reads_or_makes_more_than_a_few_batches_at_once(form: str) -> None:
+    outputs, steps = many(100), {"steps": 25, "eval_every": 25}
+    with Largest() as seen:
+        FMGP(None, "classification", **{**FEW_STEPS, **steps, **FORMS[form]}).fit(outputs, val=outputs[:60])
+    assert steps["steps"] * BATCH * CLASSES > 2 * VALUES_AHEAD
+    assert seen.numbers <= max(bound(60), VALUES_AHEAD), seen.shape
+    assert BATCH * M * CLASSES > VALUES_AHEAD
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_prediction_makes_a_tensor_of_rows_x_inducing_points_x_classes(form: str) -> None:
+    method = FMGP(None, "classification", **FEW_STEPS, **FORMS[form]).fit(many(100))
+    outputs = many(60)
+    with Largest() as seen:
+        pred = method.predict(outputs)
+    assert 60 * CLASSES <= seen.numbers <= bound(60), seen.shape
+    pred.log_prob(outputs.targets)
+    outputs = many(2500)
+    with Largest() as seen:
+        rows = sum(map(len, method.stream(outputs)))
+    assert rows == 2500
+    assert seen.numbers <= AT_ONCE, seen.shape  # a part at a time, however many rows there are
+
+
+def test_the_dense_form_would_be_noticed() -> None:
+    coupling, k_diag, k_xz, w, z_class = latent_case(0, BATCH, CLASSES, RANK, torch.arange(M))
+    present, sizes = z_class.unique(return_counts=True)
+    with Largest() as seen:
+        CoupledLatent(coupling, k_diag, k_xz, w, present, sizes.tolist())
+    assert seen.numbers == BATCH * M * CLASSES > bound(BATCH)
+
+
+# The low-rank form is the dense one.
+
+
+def latent_case(seed: int, n: int, c: int, rank: int, z_class: Tensor) -> tuple[Any, Any, Any, Any, Tensor]:
+    """B, k(x, x), k(x, Z) and W with a covariance that stays positive, as a process would give them."""
+    g = torch.Generator().manual_seed(seed)
+    m = len(z_class)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=g)
+
+    coupling = OutputCovariance(c, rank, g)
+    with torch.no_grad():
+        for parameter in coupling.parameters():
+            parameter.add_(normal(*parameter.shape), alpha=0.5)
+    k_xz, w = normal(n, m), 0.3 * normal(m, m).tril() / m
+    k_diag = 10.0 + normal(n).square()
+    return coupling, k_diag.requires_grad_(), k_xz.requires_grad_(), w.requires_grad_(), z_class.sort().values
+
+
+OWNERS: dict[str, tuple[int, list[int]]] = {
+    # the number of classes, and the class that owns each inducing point
+    "one each": (4, [0, 1, 2, 3]),
+    "several each": (3, [0, 0, 1, 1, 2, 2]),
+    "more for some": (3, [0, 0, 0, 1, 2, 2]),
+    "most have none": (9, [2, 2, 5]),
+    "one has all": (5, [4, 4, 4]),
+    "a single point": (6, [0]),
+}
+
+
+def both_forms(seed: int, owners: str) -> tuple[Latent, Latent, Tensor, list[Tensor]]:
+    c, classes = OWNERS[owners]
+    coupling, k_diag, k_xz, w, z_class = latent_case(seed, 2 * c, c, 2, torch.tensor(classes))
+    present, sizes = z_class.unique(return_counts=True)
+    dense = CoupledLatent(coupling, k_diag, k_xz, w, present, sizes.tolist())
+    low = LowRankLatent(coupling, k_diag, k_xz, w, z_class, present)
+    top = torch.arange(2 * c) % c  # every class is at the top of some row, those without inducing points too
+    return low, dense, top, [k_diag, k_xz, w, *coupling.parameters()]
+
+
+ANSWERS: dict[str, Callable[[Latent, Tensor], Tensor]] = {
+    "variance": lambda latent, top: latent.variance,
+    "covariance": lambda latent, top: latent.covariance(),
+    "difference": lambda latent, top: latent.difference(top),
+}
+
+
+@pytest.mark.parametrize("owners", OWNERS)
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_low_rank_form_gives_the_numbers_and_gradients_of_the_dense_one(answer: str, owners: str) -> None:
+    for seed in range(3):
+        low, dense, top, inputs = both_forms(seed, owners)
+        found, expected = (ANSWERS[answer](latent, top) for latent in (low, dense))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert float(expected.detach().diff(dim=0).abs().max()) > 0.01  # the points differ: there is something to get
+        if answer == "difference":  # the top class itself: zero, not a rounding of it
+            assert not found.gather(-1, top[:, None]).any()
+            expected = expected.scatter(-1, top[:, None], 0.0)
+        weight = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        grads, same = (torch.autograd.grad((weight * v).sum(), inputs, retain_graph=True) for v in (found, expected))
+        for grad, other in zip(grads, same, strict=True):
+            torch.testing.assert_close(grad, other, rtol=1e-10, atol=1e-10)
+
+
+# However many rows.
+
+
+def sparse_folder(folder: Path, rows: int, classes: int = 3) -> Outputs:
+    """A mapped folder of so many rows, all zeros, which takes no room on the disk."""
+    specs = {
+        "outputs": ArraySpec("float32", (classes,)),
+        "targets": ArraySpec("int64", ()),
+        "features": ArraySpec("float32", (WIDTH,)),
+    }
+    folder.mkdir()
+    for name, spec in specs.items():
+        with array_path(folder, name).open("wb") as file:
+            file.write(spec.header(rows))
+            file.truncate(file.tell() + rows * spec.row_bytes)
+    Manifest(rows, True, {}, specs).write(folder)
+    return open_outputs(folder)
+
+
+@pytest.fixture
+def rows_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Counts the rows taken out of `Outputs`, all in all and for steps."""
+    counts, take, read = {"all": 0, "steps": 0}, Outputs.__getitem__, DrawnBatches._read
+
+    def counted(self: Outputs, rows: Any) -> Outputs:
+        part = take(self, rows)
+        counts["all"] += len(part)
+        return part
+
+    def counted_for_steps(self: DrawnBatches, step: int, count: int) -> Outputs:
+        before = counts["all"]
+        part = read(self, step, count)
+        counts["steps"] += counts["all"] - before
+        return part
+
+    monkeypatch.setattr(Outputs, "__getitem__", counted)
+    monkeypatch.setattr(DrawnBatches, "_read", counted_for_steps)
+    return counts
+
+
+@pytest.mark.parametrize("rows", [10_000, 10_000_000])
+def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(
+    rows: int, tmp_path: Path, rows_read: dict[str, int]
+) -> None:
+    steps, batch, m = 2 * AHEAD + 7, 20, 10
+    outputs = sparse_folder(tmp_path / "outputs", rows)
+    with Largest() as seen:
+        FMGP(None, "classification", steps=steps, batch_size=batch, num_inducing=m).fit(outputs)
+    assert rows_read["steps"] == steps * batch
+    kernel, sample, passes = 1000, 2000, 100 * 1000  # its length-scale, where k-means starts, and k-means
+    again = steps * batch  # the batches, once more, as points
+    assert rows_read["all"] <= min(rows, TYPICAL) + kernel + sample + passes + rows_read["steps"] + again
+    assert seen.numbers <= max(TYPICAL * WIDTH, 1000 * 1000), seen.shape  # or the pairs of the kernel's sample
+
+
+# Memory.
+
+STATUS = Path("/proc/self/status")
+linux = pytest.mark.skipif(not STATUS.exists(), reason="/proc tells how much memory is used, and is not here")
+
+
+def memory_of_this_process(what: str) -> int:
+    """In bytes; "VmHWM" is the most it ever held."""
+    return int(STATUS.read_text().split(f"{what}:")[1].split()[0]) * 1024
+
+
+def fit_ten_million_rows_in_little_memory(folder: Path) -> None:
+    import resource
+
+    torch.set_num_threads(1)
+    outputs = sparse_folder(folder, 10_000_000)
+    assert outputs.nbytes > 4 * ROOM
+    fit = FMGP(None, "classification", steps=20, num_inducing=20).fit
+    fit(many(200, 3))  # so that libraries have what they need
+    limit = memory_of_this_process("VmData") + ROOM
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    fit(outputs)
+
+
+ROOM = 60 * 10**6
+"""Bytes, in which not even one column of ten million numbers in float64 fits."""
+
+
+@linux
+def test_ten_million_rows_stay_in_their_file(tmp_path: Path) -> None:
+    assert end_of(start(fit_ten_million_rows_in_little_memory, tmp_path / "outputs")) == 0
+
+
+def fit_and_predict_many_classes(form: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    outputs = many(2000, 10_000)
+    method = FMGP(None, "classification", num_inducing=100, steps=3, **FORMS[form]).fit(outputs)
+    pred = method.predict(outputs)
+    assert bool(pred.log_prob(outputs.targets).isfinite().all())
+    out.write_text(str(memory_of_this_process("VmHWM")))
+
+
+@linux
+@pytest.mark.parametrize("form", FORMS)
+def test_ten_thousand_classes_take_less_than_two_gigabytes(form: str, tmp_path: Path) -> None:
+    assert end_of(start(fit_and_predict_many_classes, form, tmp_path / "peak")) == 0
+    peak = int((tmp_path / "peak").read_text())
+    assert 2000 * 10_000 * 4 * 3 < peak < 2 * 10**9  # what is given and what comes back is in it
+    assert math.prod([100, 100, 10_000, 8, 3]) > 2 * 10**9  # and a step of the dense form would not be

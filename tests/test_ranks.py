@@ -1,0 +1,300 @@
+"""Several processes that train as one: the numbers of one, the same bits in each, and no waiting for the dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from posthoc import FMGP, Categorical, PosthocError
+from posthoc.storage import save_outputs
+from posthoc.training import History, Ranks, slice_of
+from posthoc.training.ranks import distributed
+from posthoc.training.steps import PlainSteps
+from tests import test_checkpoint
+from tests.test_checkpoint import (
+    STOPPING,
+    Case,
+    classes,
+    die,
+    end_of,
+    foreseen,
+    reals,
+    run_command,
+    start,
+    step_in,
+    take_time,
+    wait_until,
+)
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+
+STEPS, EVERY = 100, 5
+SMALL: dict[str, Any] = {"steps": STEPS, "num_inducing": 6, "batch_size": 100, "eval_every": 7, "patience": None}
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "all rows in every batch": lambda: ("regression", {}, reals(100), None),
+    "classes": lambda: ("classification", {"variance": "per_output"}, classes(150), None),
+    "stops early": lambda: (
+        "classification",
+        {**STOPPING, "lr": 0.04},
+        foreseen(150),
+        foreseen(40, seed=5, wrong=1),
+    ),
+    "Monte Carlo": lambda: (Categorical(training="monte_carlo", samples=4), {}, classes(150), None),
+}
+
+
+def fit(case: str, **more: Any) -> FMGP:
+    likelihood, options, data, val = CASES[case]()
+    return FMGP(None, likelihood, **{**SMALL, **options}).fit(data, val=val, **more)
+
+
+# Processes.
+
+Job = Callable[[int, Path], None]
+"""What one of the processes does, with its rank and a folder for all of them."""
+
+
+def work(job: Job, rank: int, count: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": count}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        with distributed(None):
+            job(rank, folder)
+    except PosthocError as error:
+        (folder / f"{rank}.error").write_text(f"{type(error).__name__}: {error}")
+        sys.exit(1)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def launch(job: Job, count: int, folder: Path) -> list[Any]:
+    folder.mkdir(exist_ok=True)
+    port = free_port()
+    return [start(work, job, rank, count, port, folder) for rank in range(count)]
+
+
+def together(job: Job, count: int, folder: Path) -> list[int]:
+    """Runs a job on so many ranks; their exit codes."""
+    return [end_of(child) for child in launch(job, count, folder)]
+
+
+def errors(count: int, folder: Path) -> list[str]:
+    paths = [folder / f"{rank}.error" for rank in range(count)]
+    return [path.read_text() if path.exists() else "" for path in paths]
+
+
+# The numbers of one.
+
+
+class FitAndSave:
+    """Fits a case and leaves each rank's head, with the history, which no head holds, in its own file."""
+
+    def __init__(self, case: str, **more: Any) -> None:
+        self.case, self.more = case, more
+
+    def __call__(self, rank: int, folder: Path) -> None:
+        if self.more:
+            take_time()
+        method = fit(self.case, **self.more)
+        method.save(folder / f"{rank}.safetensors")
+        (folder / f"{rank}.json").write_text(json.dumps(asdict(method.history)))
+
+
+def heads(count: int, folder: Path) -> list[bytes]:
+    return [(folder / f"{rank}.safetensors").read_bytes() for rank in range(count)]
+
+
+def history(count: int, folder: Path) -> History:
+    """What happened, which all ranks must tell alike."""
+    texts = {(folder / f"{rank}.json").read_text() for rank in range(count)}
+    assert len(texts) == 1
+    told = History(**json.loads(texts.pop()))
+    told.scores = {int(step): score for step, score in told.scores.items()}
+    return told
+
+
+def require_alike(found: History, expected: History) -> None:
+    """Sums over ranks may be rounded otherwise."""
+    assert found.losses == pytest.approx(expected.losses, rel=1e-8)
+    assert found.scores == pytest.approx(expected.scores, rel=1e-8)
+    assert found.best_step == expected.best_step
+
+
+def require_close(found: FMGP, expected: FMGP) -> None:
+    assert found.head is not None
+    assert expected.head is not None
+    state, other = found.head.state_dict(), expected.head.state_dict()
+    assert state.keys() == other.keys()
+    for name, tensor in state.items():
+        assert torch.allclose(tensor, other[name], rtol=1e-6, atol=1e-6), name
+
+
+@pytest.mark.parametrize(("case", "count"), [("all rows in every batch", 2), ("classes", 3), ("stops early", 2)])
+def test_ranks_agree_to_the_bit_and_with_one_process_to_a_millionth(case: str, count: int, tmp_path: Path) -> None:
+    assert together(FitAndSave(case), count, tmp_path) == [0] * count, errors(count, tmp_path)
+    assert len(set(heads(count, tmp_path))) == 1
+    expected = fit(case)
+    require_close(FMGP.load(tmp_path / "0.safetensors"), expected)
+    require_alike(history(count, tmp_path), expected.history)
+    assert (len(expected.history.losses) < STEPS) == (case == "stops early")
+
+
+def test_slices_cover_a_batch_once_and_evenly() -> None:
+    ranks = Ranks()
+    for size, count in [(100, 3), (7, 7), (10, 4), (1, 1), (101, 8)]:
+        slices = []
+        for rank in range(count):
+            ranks.rank, ranks.count = rank, count
+            slices.append(range(size)[slice_of(size, ranks)])
+        assert [row for part in slices for row in part] == list(range(size))
+        assert {len(part) for part in slices} <= {size // count, -(-size // count)}
+
+
+def note_own_loss(rank: int, folder: Path) -> None:
+    """The loss of the first step on this rank's half of the batch, which is a copy of the other's."""
+    step = PlainSteps.step
+
+    def noting(*args: Any) -> Any:
+        loss = step(*args)
+        (folder / f"{rank}.loss").write_text(str(float(loss)))
+        return loss
+
+    PlainSteps.step = noting  # type: ignore[method-assign, assignment]
+    half = classes(50)
+    FMGP(None, CASES["Monte Carlo"]()[0], **{**SMALL, "steps": 1}).fit(half[list(range(50)) * 2])
+
+
+def test_ranks_draw_noise_of_their_own(tmp_path: Path) -> None:
+    assert together(note_own_loss, 2, tmp_path) == [0, 0]
+    first, second = (float((tmp_path / f"{rank}.loss").read_text()) for rank in range(2))
+    assert first != second
+
+
+def ask_for_small_batches(rank: int, folder: Path) -> None:
+    FMGP(None, "classification", **{**SMALL, "batch_size": 2}).fit(classes(150))
+
+
+def test_fewer_rows_than_processes_are_refused(tmp_path: Path) -> None:
+    assert together(ask_for_small_batches, 3, tmp_path) == [1, 1, 1]
+    expected = "OptionError: Expected batches of at least one row a process, got 2 for 3."
+    assert errors(3, tmp_path) == [expected] * 3
+
+
+# Processes that die.
+
+
+class FailAt:
+    """One rank dies, or raises, in the middle; each of the others notes how long it then took to stop."""
+
+    def __init__(self, which: int, step: int, how: Callable[[], None]) -> None:
+        self.which, self.step, self.how = which, step, how
+
+    def __call__(self, rank: int, folder: Path) -> None:
+        step, taken = PlainSteps.step, iter(range(self.step))
+
+        def failing(*args: Any) -> Any:
+            if rank == self.which and next(taken, None) is None:
+                (folder / "failed").write_text(str(time.monotonic()))
+                self.how()
+            return step(*args)
+
+        PlainSteps.step = failing  # type: ignore[method-assign, assignment]
+        try:
+            fit("classes")
+        finally:
+            (folder / f"{rank}.stopped").write_text(str(time.monotonic()))
+
+
+def raise_an_error() -> None:
+    raise PosthocError("my own mistake")
+
+
+@pytest.mark.parametrize(("which", "how"), [(0, die), (1, die), (2, raise_an_error)])
+def test_the_others_stop_in_seconds_when_one_fails(which: int, how: Callable[[], None], tmp_path: Path) -> None:
+    codes = together(FailAt(which, 20, how), 3, tmp_path)
+    failed = float((tmp_path / "failed").read_text())
+    for rank, (code, said) in enumerate(zip(codes, errors(3, tmp_path), strict=True)):
+        if rank == which:
+            assert (code, said) == ((-signal.SIGKILL, "") if how is die else (1, "PosthocError: my own mistake"))
+            continue
+        assert code == 1
+        assert said.startswith("TrainingError: Lost touch with another process of this run (")
+        assert "--checkpoint and --resume" in said
+        assert float((tmp_path / f"{rank}.stopped").read_text()) - failed < 20.0
+
+
+# Checkpoints.
+
+
+def kill_in_the_middle(children: list[Any], folder: Path) -> int:
+    """Kills them all, one after another, after the next checkpoint; says how far they were."""
+    aim = step_in(folder) + EVERY
+    wait_until(lambda: step_in(folder) >= aim)
+    for child in children:
+        child.kill()
+        child.join()
+    return step_in(folder)
+
+
+@pytest.mark.parametrize(("case", "count"), [("stops early", 2), ("Monte Carlo", 3)])
+def test_killed_and_resumed_together_they_give_the_bytes_of_one_run(case: str, count: int, tmp_path: Path) -> None:
+    whole, resumed, folder = tmp_path / "whole", tmp_path / "resumed", tmp_path / "folder"
+    assert together(FitAndSave(case), count, whole) == [0] * count
+    job = FitAndSave(case, checkpoint=folder, checkpoint_every=EVERY, resume=True)
+    died_at = [kill_in_the_middle(launch(job, count, resumed), folder) for _ in range(2)]
+    assert 0 < died_at[0] < died_at[1] < len(history(count, whole).losses)
+    assert together(job, count, resumed) == [0] * count, errors(count, resumed)
+    assert heads(count, resumed) == heads(count, whole)
+    require_alike(history(count, resumed), history(count, whole))
+
+
+def resume_from_a_folder_of_its_own(rank: int, folder: Path) -> None:
+    test_checkpoint.fit(checkpoint=folder / f"of rank {rank}", resume=True)
+
+
+def test_a_checkpoint_that_not_all_can_read_is_refused(tmp_path: Path) -> None:
+    test_checkpoint.interrupted(tmp_path / "of rank 0")
+    assert together(resume_from_a_folder_of_its_own, 2, tmp_path) == [1, 1]
+    assert errors(2, tmp_path)[1].startswith("TrainingError: Expected the same checkpoint for every process")
+
+
+# The command.
+
+
+def test_torchrun_writes_the_head_of_one_process_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, out, alone = (tmp_path / name for name in ("data.npz", "two.safetensors", "one.safetensors"))
+    save_outputs(classes(150), data)
+    settings = {"steps": 30, "num_inducing": 6, "batch_size": 25, "progress": "true"}
+    fixed = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    command = ["fit", str(data), "--task", "classification", *fixed, "-o"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "posthoc"]
+    done = subprocess.run(
+        [sys.executable, *launcher, *command, str(out)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("fitted fmgp on 150 rows (3 outputs, 6 features, 3 inputs) in ")
+    assert done.stderr.count("30/30") == 1
+    assert run_command(monkeypatch, *command, alone) == 0
+    require_close(FMGP.load(out), FMGP.load(alone))
