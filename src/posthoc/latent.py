@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posthoc.linalg import cholesky
 
-__all__ = ["IndependentLatent", "Latent", "correlate"]
+__all__ = ["IndependentLatent", "Latent", "Widened", "correlate"]
 
 
 class Latent(ABC):
@@ -64,6 +64,28 @@ class IndependentLatent(Latent):
     def perturb(self, noise: Tensor) -> Tensor:
         # The tiny floor keeps the square root's gradient finite where the variance is exactly zero.
         return noise * self._variance.clamp_min(1e-300 if noise.dtype == torch.float64 else 1e-30).sqrt()
+
+
+class Widened(Latent):
+    """A latent Gaussian with some more variance, the same and independent for every output at a point."""
+
+    def __init__(
+        self,
+        latent: Latent,
+        more: Tensor,  # (N,)
+    ) -> None:
+        self.latent, self.more, self.independent = latent, more[:, None], latent.independent
+
+    @property
+    def variance(self) -> Tensor:
+        return self.latent.variance + self.more
+
+    def covariance(self) -> Tensor:
+        v = self.latent.covariance()
+        return v + torch.diag_embed(self.more.expand(v.shape[:-1]))
+
+    def difference(self, top: Tensor) -> Tensor:
+        return (self.latent.difference(top) + 2.0 * self.more).scatter(-1, top[:, None], 0.0)
 
 
 def correlate(

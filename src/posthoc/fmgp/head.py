@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from posthoc.files import check_shapes
 from posthoc.fmgp.coupling import OutputCovariance
+from posthoc.fmgp.novelty import Novelty
 from posthoc.fmgp.points import Coordinates
 from posthoc.fmgp.process import Process
 from posthoc.inducing import Inducing
 from posthoc.kernels import Kernel
+from posthoc.latent import Latent, Widened
 from posthoc.likelihoods import Likelihood
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive
@@ -24,15 +26,21 @@ __all__ = ["Head"]
 class Head(nn.Module):
     """The process, the coordinates it sees and the likelihood around it, all fitted."""
 
-    def __init__(self, process: Process, coordinates: Coordinates, likelihood: Likelihood) -> None:
+    def __init__(
+        self, process: Process, coordinates: Coordinates, likelihood: Likelihood, novelty: Novelty | None = None
+    ) -> None:
         super().__init__()
-        self.process, self.coordinates, self.likelihood = process, coordinates, likelihood
+        self.process, self.coordinates, self.likelihood, self.novelty = process, coordinates, likelihood, novelty
         self._prepared: tuple[list[tuple[int, int]], Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
         """Where it lives."""
         return self.process.l_raw.device
+
+    def reads(self) -> set[str]:
+        """The blocks it looks at, beside the outputs."""
+        return set(self.coordinates.spaces) - {"outputs"} | ({"features"} if self.novelty is not None else set())
 
     def prepared(self) -> Tensor:  # (M, M)
         """W, worked out again only when the parameters have changed."""
@@ -43,8 +51,15 @@ class Head(nn.Module):
 
     def predictive(self, outputs: Outputs, w: Tensor, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows, with W from `process.prepare()`."""
-        latent = self.process.latent(self.coordinates.points(outputs), w)
+        latent = self.latent(outputs, w)
         return self.likelihood.predictive(outputs.outputs, latent, covariance=covariance)
+
+    def latent(self, outputs: Outputs, w: Tensor) -> Latent:
+        """The latent Gaussian at some rows."""
+        latent = self.process.latent(self.coordinates.points(outputs), w)
+        if self.novelty is None or outputs.features is None:
+            return latent
+        return Widened(latent, self.novelty(outputs.features.to(self.device)))
 
     def options(self) -> dict[str, Any]:
         """What `rebuild` needs beside the tensors."""
@@ -57,6 +72,7 @@ class Head(nn.Module):
             "num_outputs": self.process.num_outputs,
             "shared": coupling is None,
             "rank": coupling.rank if coupling is not None else None,
+            "novelty": list(self.novelty.basis.shape) if self.novelty is not None else None,
         }
 
     @classmethod
@@ -79,7 +95,8 @@ class Head(nn.Module):
         coupling = None if options["shared"] else OutputCovariance(num_outputs, options["rank"])
         process = Process(kernel, Inducing(blank, classes), num_outputs, coupling, start=0.0)
         likelihood.start(torch.zeros(1, num_outputs), torch.ones(1, num_outputs))
-        head = cls(process, Coordinates(spaces, options["default_space"]), likelihood)
+        novelty = Novelty(*options["novelty"]) if options["novelty"] is not None else None
+        head = cls(process, Coordinates(spaces, options["default_space"]), likelihood, novelty)
         check_shapes(path, tensors, {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()})
         head.load_state_dict(tensors)
         return head

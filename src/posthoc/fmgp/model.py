@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -18,6 +19,7 @@ from posthoc.checks import choice, integer
 from posthoc.errors import DataError, FileError, LayerError, OptionError
 from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.head import Head
+from posthoc.fmgp.novelty import Novelty
 from posthoc.fmgp.objective import Objective, TrainingBatch
 from posthoc.fmgp.points import Coordinates, DrawnBatches, FreshBatches, PointView
 from posthoc.fmgp.process import Process
@@ -47,8 +49,10 @@ PASSES = 20
 """Multiplications' worth of work for each output of each point."""
 KEPT_AWAY = 2**30
 """Outputs of more bytes stay in their file or in the host's memory, if a fit reads only some of them."""
-RECIPE = ("variance", "num_inducing", "alpha", "layer", "outputs_are", "standardize", "output_rank", "kl")
+RECIPE = ("variance", "num_inducing", "alpha", "layer", "outputs_are", "standardize", "output_rank", "kl", "novelty")
 """Options that decide the numbers of a fit, beside those of training."""
+NOVELTY = 0.5
+"""How much the variance of a classifier grows away from the data, by default."""
 START = 1.0
 """L starts at so many times the identity, as in the paper; at zero it would stay."""
 
@@ -70,6 +74,8 @@ class FMGP(Method):
     standardize: whether kernels see coordinates with zero mean and unit spread.
     output_rank: the rank of B; by default full for few outputs and 8 for many.
     kl: with a shared variance, "copies" counts the KL of every output's copy, "once" of one (a tempered posterior).
+    novelty: how much a classifier's variance grows away from the features of the fit, in units of its typical size;
+        by default 0.5 with the default kernel, and 0 (the paper's) with one of your own.
     cache: whether the network is run once over the data; False runs it at every step (for random augmentation).
     outputs_are: what the classifier's outputs are: "logits", "log-probs" or "probs"; a single one is of class 1 of two.
     steps, batch_size, lr, seed, eval_every, patience, progress: see `posthoc.training.Training`.
@@ -92,6 +98,7 @@ class FMGP(Method):
         standardize: bool = True,
         output_rank: int | None = None,
         kl: Literal["copies", "once"] = "copies",
+        novelty: float | None = None,
         cache: bool = True,
         outputs_are: str = "logits",
         device: str | torch.device | None = None,
@@ -119,6 +126,11 @@ class FMGP(Method):
         self.num_inducing = integer("num_inducing", num_inducing, 1)
         self.output_rank = integer("output_rank", output_rank, 1) if output_rank is not None else None
         self.alpha, self.standardize, self.kl, self.cache = float(alpha), standardize, kl, cache
+        if novelty is None:
+            novelty = NOVELTY if kernel is None else 0.0
+        if not isinstance(novelty, SupportsFloat) or not (0.0 <= float(novelty) < math.inf):
+            raise OptionError(f"Expected novelty to be a number of at least 0, got {novelty!r}.")
+        self.novelty = float(novelty)
         self._likelihood.check_alpha(self.alpha)
         self.history = History()
         self.head: Head | None = None
@@ -175,6 +187,8 @@ class FMGP(Method):
                 generator=draws,
                 checkpoint=job.checkpoint,
             )
+        if self.novelty and likelihood.task == "classification":
+            head.novelty = wary(head, typical, self.novelty)
         self.head, self.history = head, history
 
     def _small(self, process: Process) -> bool:
@@ -242,7 +256,7 @@ class FMGP(Method):
 
         def predict(outputs: Outputs) -> Predictive:
             home = outputs.outputs.device
-            read = outputs.only(*set(head.coordinates.spaces) - {"outputs"})
+            read = outputs.only(*head.reads())
             predictive = head.predictive(read.to(head.device), w, covariance=dense)
             return predictive if head.device == home else predictive.to(home)
 
@@ -304,6 +318,7 @@ class FMGP(Method):
 
     def _options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"alpha": self.alpha, "kl": self.kl, "standardize": self.standardize}
+        options["novelty"] = self.novelty
         return {**options, "training": self._training(), "head": known(self.head).options()}
 
     @classmethod
@@ -338,6 +353,7 @@ class FMGP(Method):
             standardize=options["standardize"],
             output_rank=shape["rank"],
             kl=options["kl"],
+            novelty=options["novelty"],
             device=device,
             **options["training"],
         )
@@ -364,6 +380,23 @@ def validation_score(head: Head, val: Outputs) -> Callable[[], float]:
         return total / len(val)
 
     return score
+
+
+@torch.no_grad()
+def wary(head: Head, typical: Outputs, strength: float) -> Novelty | None:
+    """The novelty of a fitted head, in units of the squared scale that its logits are divided by on typical rows."""
+    if typical.features is None:
+        return None
+    novelty = Novelty.of(typical.features)
+    if novelty is None:
+        return None
+    rows = typical.spread(1024)
+    latent = head.latent(rows, head.prepared())
+    apart = latent.difference(rows.outputs.argmax(-1)).sum() / (len(rows) * (rows.outputs.shape[1] - 1))
+    temperature: Tensor = head.likelihood.temperature
+    # π/16 Var(f_c - f_t) is what is compared with τ², and 2 g is what a variance g more for each adds to the latter.
+    novelty.strength = strength * (8.0 / math.pi) * (temperature.square() + math.pi / 16.0 * apart)
+    return novelty
 
 
 def digest_of(values: Any) -> dict[str, Any] | str:

@@ -1,0 +1,79 @@
+"""More variance where a point is unlike those of the fit: nothing that was fitted there says how far off it may be.
+
+A network's features keep their direction where they lose their meaning, so length is put aside: features are divided by
+their length, and the Mahalanobis distance of what is left tells new kinds of points from known ones. Up to the distance
+that most points of the fit keep, nothing is added; beyond it the variance grows with the square of the excess.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Novelty"]
+
+QUANTILE = 0.8
+"""The share of the points of the fit within which nothing is added."""
+ROWS_A_DIRECTION = 20
+"""So many rows are needed to know the spread along one direction."""
+MOST_DIRECTIONS = 128
+"""The rest are given one spread together."""
+FEWEST_ROWS = 100
+
+
+class Novelty(nn.Module):
+    """The extra variance at some features, for all outputs alike: strength · max(0, d / threshold - 1)²."""
+
+    def __init__(self, width: int, directions: int) -> None:
+        super().__init__()
+        self.register_buffer("location", torch.zeros(width, dtype=torch.float64))
+        self.register_buffer("basis", torch.zeros(width, directions, dtype=torch.float64))
+        self.register_buffer("spread", torch.ones(directions, dtype=torch.float64))
+        self.register_buffer("rest", torch.ones((), dtype=torch.float64))
+        self.register_buffer("threshold", torch.ones((), dtype=torch.float64))
+        self.register_buffer("strength", torch.zeros((), dtype=torch.float64))
+        self.location: Tensor  # (D,)
+        self.basis: Tensor  # (D, r), orthonormal
+        self.spread: Tensor  # (r,), the variance along each
+        self.rest: Tensor  # (), the variance along any other direction
+        self.threshold: Tensor  # ()
+        self.strength: Tensor  # ()
+
+    @classmethod
+    def of(cls, features: Tensor) -> Novelty | None:
+        """Distances from every other row, and the threshold from the rows between: those that shape a distance are
+        closer than new ones. None where there are too few rows to know any, or all are alike."""
+        if len(features) < FEWEST_ROWS:
+            return None
+        shaping, others = direction(features[::2]), features[1::2]
+        width, rows = features.shape[1], len(shaping)
+        location = shaping.mean(0)
+        centred = shaping - location
+        variances, vectors = torch.linalg.eigh(centred.mT @ centred / rows)
+        if float(variances[-1]) <= 1e-20:  # lengths are 1: all point the same way
+            return None
+        count = max(1, min(width, rows // ROWS_A_DIRECTION, MOST_DIRECTIONS))
+        novelty = cls(width, count).to(features.device)
+        floor = 1e-6 * variances[-1]
+        novelty.location = location
+        novelty.basis, novelty.spread = vectors[:, -count:].contiguous(), variances[-count:].clamp_min(floor)
+        if count < width:
+            novelty.rest = variances[:-count].mean().clamp_min(floor)
+        novelty.threshold = torch.quantile(novelty.distance(others), QUANTILE)
+        return novelty
+
+    def distance(self, features: Tensor) -> Tensor:  # (N,)
+        """The squared Mahalanobis distance of the direction of features, about 1 for those of the fit."""
+        x = direction(features) - self.location
+        along = x @ self.basis
+        aside = (x.square().sum(-1) - along.square().sum(-1)).clamp_min(0.0)
+        return ((along.square() / self.spread).sum(-1) + aside / self.rest) / len(self.location)
+
+    def forward(self, features: Tensor) -> Tensor:  # (N,)
+        excess = (self.distance(features) / self.threshold - 1.0).clamp_min(0.0)
+        return self.strength * excess.square()
+
+
+def direction(features: Tensor) -> Tensor:
+    return F.normalize(features.double(), dim=-1)

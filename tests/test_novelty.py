@@ -1,0 +1,132 @@
+"""More variance away from the data of the fit, and none within it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from posthoc import FMGP, RBF, OptionError, Outputs
+from posthoc.fmgp.novelty import QUANTILE, Novelty
+from posthoc.latent import IndependentLatent, Widened
+
+G = torch.Generator
+
+
+def features(n: int = 4000, d: int = 6, seed: int = 0) -> torch.Tensor:
+    """Directions around one of their own, of many lengths."""
+    g = G().manual_seed(seed)
+    mixing = torch.randn(d, d, generator=G().manual_seed(9), dtype=torch.float64)
+    x = 3.0 + torch.randn(n, d, generator=g, dtype=torch.float64) @ mixing * 0.3
+    return x * (0.5 + torch.rand(n, 1, generator=g, dtype=torch.float64))
+
+
+def classified(n: int = 400, seed: int = 0) -> Outputs:
+    g = G().manual_seed(seed)
+    logits = 3.0 * torch.randn(n, 3, generator=g)
+    return Outputs(logits, torch.randint(3, (n,), generator=g), features(n, seed=seed).float())
+
+
+def test_distance_is_mahalanobis_of_the_direction():
+    x, new = features(), features(50, seed=1)
+    novelty = Novelty.of(x)
+    assert novelty is not None
+    half = (x / x.norm(dim=1, keepdim=True))[::2].numpy()
+    away = (new / new.norm(dim=1, keepdim=True)).numpy() - half.mean(0)
+    # Lengths are gone, so one direction is nearly constant: what is compared must not divide by it.
+    inverse = np.linalg.pinv(np.cov(half.T, bias=True), rcond=1e-12)
+    expected = np.einsum("nd,de,ne->n", away, inverse, away) / x.shape[1]
+    np.testing.assert_allclose(novelty.distance(new), expected, rtol=1e-6)
+
+
+def test_nothing_is_added_within_the_distance_that_most_points_keep():
+    novelty = Novelty.of(features())
+    assert novelty is not None
+    novelty.strength = torch.tensor(7.0, dtype=torch.float64)
+    new = features(4000, seed=2)
+    share = float((novelty(new) == 0).double().mean())
+    assert share == pytest.approx(QUANTILE, abs=4 * math.sqrt(0.16 / 4000) + 4 * math.sqrt(0.16 / 2000))
+    d = novelty.distance(new)
+    excess = (d / novelty.threshold - 1.0).clamp_min(0)
+    torch.testing.assert_close(novelty(new), 7.0 * excess**2)
+
+
+def test_length_does_not_matter_and_direction_does():
+    novelty = Novelty.of(features())
+    assert novelty is not None
+    x = features(20, seed=3)
+    torch.testing.assert_close(novelty.distance(100.0 * x), novelty.distance(x))
+    assert float(novelty.distance(-x).min()) > 10 * float(novelty.threshold)
+
+
+def test_fewer_rows_than_dimensions_do_not_make_everything_new():
+    g = G().manual_seed(0)
+    known, new = torch.randn(200, 1000, generator=g), torch.randn(200, 1000, generator=g)
+    novelty = Novelty.of(known)
+    assert novelty is not None
+    inside = float((novelty.distance(new) <= novelty.threshold).double().mean())
+    assert inside == pytest.approx(QUANTILE, abs=0.15)
+    assert Novelty.of(known[:99]) is None
+
+
+def test_constant_and_zero_features_are_no_trouble():
+    assert Novelty.of(torch.ones(200, 3)) is None
+    assert Novelty.of(torch.zeros(200, 3)) is None
+    corners = torch.eye(3)[torch.randint(3, (200,), generator=G().manual_seed(0))]
+    novelty = Novelty.of(corners)
+    assert novelty is not None
+    assert bool(novelty(torch.cat([corners, torch.zeros(1, 3)])).isfinite().all())
+
+
+def test_widened_latent_is_the_sum_of_two():
+    g = G().manual_seed(0)
+    v, more, top = torch.rand(5, 4, generator=g), torch.rand(5, generator=g), torch.tensor([0, 1, 2, 3, 0])
+    wide, sum_ = Widened(IndependentLatent(v), more), IndependentLatent(v + more[:, None])
+    torch.testing.assert_close(wide.variance, sum_.variance)
+    torch.testing.assert_close(wide.covariance(), sum_.covariance())
+    torch.testing.assert_close(wide.difference(top), sum_.difference(top))
+
+
+def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
+    data = classified()
+    known, new = classified(300, seed=1), classified(300, seed=1)
+    new = Outputs(new.outputs, features=-new.features)
+    wary, plain = (FMGP(None, "classification", steps=20, num_inducing=10, novelty=n).fit(data) for n in (None, 0.0))
+    assert wary.novelty > 0
+    near, without = wary.predict(known), plain.predict(known)
+    assert float((near.probs == without.probs).all(-1).double().mean()) > 0.6
+    assert bool((near.variance >= without.variance).all())
+    assert torch.equal(near.probs.argmax(-1), known.outputs.argmax(-1))
+    far = wary.predict(new)
+    assert float(far.entropy().min()) > float(plain.predict(new).entropy().max())
+    assert float(far.entropy().min()) > 0.8 * math.log(3)
+    wary.save(tmp_path / "head")
+    again = FMGP.load(tmp_path / "head")
+    assert again.novelty == wary.novelty
+    assert torch.equal(again.predict(new).probs, far.probs)
+
+
+def test_a_kernel_of_ones_own_and_regression_are_left_alone():
+    data = classified()
+    assert FMGP(None, "classification", kernel=RBF()).novelty == 0.0
+    own = FMGP(None, "classification", kernel=RBF(), steps=2, num_inducing=5).fit(data)
+    assert own.head is not None
+    assert own.head.novelty is None
+    asked = FMGP(None, "classification", kernel=RBF(), novelty=1.0, steps=2, num_inducing=5).fit(data)
+    assert asked.head is not None
+    assert asked.head.novelty is not None
+    reals = Outputs(data.outputs, data.outputs + 1.0, data.features)
+    regression = FMGP(None, "regression", steps=2, num_inducing=5).fit(reals)
+    assert regression.head is not None
+    assert regression.head.novelty is None
+    outputs_only = FMGP(None, "classification", steps=2, num_inducing=5).fit(Outputs(data.outputs, data.targets))
+    assert outputs_only.head is not None
+    assert outputs_only.head.novelty is None
+
+
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, "much"])
+def test_a_novelty_that_is_no_number_is_refused(value):
+    with pytest.raises(OptionError, match="Expected novelty to be a number of at least 0"):
+        FMGP(None, "classification", novelty=value)
