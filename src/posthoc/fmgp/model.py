@@ -25,7 +25,7 @@ from posthoc.fmgp.points import Coordinates, DrawnBatches, FreshBatches, PointVi
 from posthoc.fmgp.process import Process
 from posthoc.inducing import Inducing, given, kmeans, per_class, random_classes, random_points
 from posthoc.kernels import RBF, Kernel, as_kernel, describe, kernel_from_spec
-from posthoc.likelihoods import Likelihood, make_likelihood
+from posthoc.likelihoods import Categorical, Likelihood, make_likelihood
 from posthoc.method import Job, Method, first_values
 from posthoc.outputs import Outputs, join
 from posthoc.predictive import Predictive
@@ -393,7 +393,8 @@ def wary(head: Head, typical: Outputs, strength: float) -> Novelty | None:
     rows = typical.spread(1024)
     latent = head.latent(rows, head.prepared())
     apart = latent.difference(rows.outputs.argmax(-1)).sum() / (len(rows) * (rows.outputs.shape[1] - 1))
-    temperature: Tensor = head.likelihood.temperature
+    assert isinstance(head.likelihood, Categorical)
+    temperature = head.likelihood.temperature
     # π/16 Var(f_c - f_t) is what is compared with τ², and 2 g is what a variance g more for each adds to the latter.
     novelty.strength = strength * (8.0 / math.pi) * (temperature.square() + math.pi / 16.0 * apart)
     return novelty
