@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import warnings
@@ -15,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.backbone import Backbone, fingerprint, settled
-from posthoc.batches import is_array, is_arrays, iterate
+from posthoc.batches import as_tensor, is_array, is_arrays, iterate
 from posthoc.checks import choice, integer
+from posthoc.conformal import Conformal, Score
 from posthoc.errors import DataError, FileError, NotFittedError, OptionError, PosthocWarning
 from posthoc.files import read_head, write_head
 from posthoc.likelihoods import Likelihood, make_likelihood
@@ -151,24 +154,63 @@ class Method(ABC):
             raise DataError("Expected at least one data point to predict, got none: the loader is empty.")
         return type(parts[0]).cat(parts)
 
-    @torch.no_grad()
     def stream(self, data: Any, *, covariance: bool = False) -> Generator[Predictive]:
         """As `predict`, some rows at a time and in order, for more data than fit into memory."""
+        with closing(self._predictions(data, covariance=covariance)) as predictions:
+            for predictive, _ in predictions:
+                yield predictive
+
+    def stream_with_targets(self, data: Any) -> Generator[tuple[Predictive, Tensor]]:
+        """As `stream`, but of data as `fit` takes them, and with what was true of each row."""
+        with closing(self._predictions(data, targets=True)) as predictions:
+            for predictive, part in predictions:
+                assert part.targets is not None
+                yield predictive, part.targets
+
+    @torch.no_grad()
+    def _predictions(
+        self, data: Any, *, covariance: bool = False, targets: bool = False
+    ) -> Generator[tuple[Predictive, Outputs]]:
         self._require_fitted("predict")
         predict, size = self._predictor(covariance=covariance), self._rows_at_once()
-        with closing(self._stream(data)) as stream:
-            for part, settle in stream:
-                for start in range(0, len(part), size):
-                    predictive = predict(part[start : start + size])
+        with closing(self._stream(data, targets=targets)) as stream:
+            for outputs, settle in stream:
+                for start in range(0, len(outputs), size):
+                    part = outputs[start : start + size]
+                    predictive = predict(part)
                     if not start:
                         settle()  # once a GPU has more to do: to look at the network's numbers is to wait for them
-                    yield predictive
+                    yield predictive, part
+
+    def conformal(self, calibration: Any, *, score: str | Score | None = None) -> Conformal:
+        """The same predictions with guaranteed coverage: intervals of a regression, sets of classes. Calibrates on data
+        as `fit` takes them, which neither the network nor this method was fitted on (nor stopped early by), and which
+        are exchangeable with the data to come.
+
+        `score` says what the answers are made of. Regression: "per_output" (the default: intervals in proportion to
+        `std`, a guarantee for each output) or "joint" (one for all outputs at once). Classification: "lac" (the
+        default: the smallest sets), "aps" (sets that grow more where the method is unsure), "raps" (the same, less so
+        for many classes), or an `LAC` or `APS` with options of its own."""
+        with closing(self.stream_with_targets(calibration)) as parts:
+            return Conformal.calibrate(self, parts, score, self._likelihood.task)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the fitted head (not the network) as safetensors, whole or not at all. Inducing points may be rows
         of your data, or close to them."""
         self._require_fitted("save")
-        config = {
+        write_head(path, self._tensors(), self._config())
+
+    def digest(self) -> str:
+        """What tells this fitted head from any other: a hash of what `save` writes."""
+        self._require_fitted("digest")
+        hashed = hashlib.sha256(json.dumps(self._config(), sort_keys=True).encode())
+        for name, tensor in sorted(self._tensors().items()):
+            hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            hashed.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return hashed.hexdigest()
+
+    def _config(self) -> dict[str, Any]:
+        return {
             "method": self.name,
             "options": self._options(),
             "likelihood": self._likelihood.spec(),
@@ -177,7 +219,6 @@ class Method(ABC):
             "width": self._width,
             "network": self._fingerprint,
         }
-        write_head(path, self._tensors(), config)
 
     @classmethod
     def load(
@@ -296,30 +337,35 @@ class Method(ABC):
         if found != width:
             raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}.")
 
-    def _stream(self, data: Any) -> Generator[tuple[Outputs, Callable[[], None]]]:
-        """Outputs, and for each what refuses them if they are not finite."""
+    def _stream(self, data: Any, *, targets: bool = False) -> Generator[tuple[Outputs, Callable[[], None]]]:
+        """Outputs, and for each what refuses them if they are not finite; with targets, of data as `fit` takes them."""
         data = opened(data)
         if isinstance(data, Outputs):
-            yield self._fitting(data), settled
+            yield self._fitting(data, targets=targets), settled
             return
-        if isinstance(data, list) and is_arrays(data):
+        if isinstance(data, list) and is_arrays(data) and not targets:
             raise DataError(
                 "Expected one batch or a loader, got a list of arrays, which could be (x, y) or several batches: give "
                 "a tuple (x, y), the inputs alone, or a DataLoader."
             )
         features, inputs = self._needs(fitted=True)
-        one_batch = isinstance(data, Mapping) or is_array(data) or is_arrays(data)
+        one_batch = not targets and (isinstance(data, Mapping) or is_array(data) or is_arrays(data))
         with self._require_backbone(data).running(features=features, inputs=inputs) as run:
             for batch in [data] if one_batch else iterate(data, CHUNK):
                 reading = run(batch)
                 if len(reading.outputs):
-                    yield self._fitting(read(reading)), reading.settle
+                    part = read(reading)
+                    if targets and reading.target is not None:
+                        part = part.with_targets(as_tensor(reading.target))
+                    yield self._fitting(part, targets=targets), reading.settle
 
-    def _fitting(self, outputs: Outputs) -> Outputs:
+    def _fitting(self, outputs: Outputs, *, targets: bool) -> Outputs:
         assert self._width is not None
         outputs = self._as_logits(outputs)
         self._check_width(outputs, self._width)
-        return self._checked(outputs, targets=False)
+        if targets and outputs.targets is None:
+            raise DataError("Expected targets too: batches (x, y), mappings with labels, Outputs with targets.")
+        return self._checked(outputs, targets=targets)
 
 
 def first_values(part: nn.Module) -> dict[str, Any]:

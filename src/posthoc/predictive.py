@@ -6,16 +6,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from operator import index
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from posthoc.checks import as_rows, class_labels, regression_targets
+from posthoc.checks import as_rows, choice, class_labels, regression_targets
 from posthoc.errors import OptionError, WrongTaskError
 from posthoc.latent import correlate
 
-__all__ = ["ClassificationPredictive", "Predictive", "RegressionPredictive", "working_dtype"]
+__all__ = ["ClassificationPredictive", "Predictive", "RegressionPredictive", "by_rows", "working_dtype"]
 
 ONLY_FOR = {
     "regression": ("latent_variance", "noise", "quantile", "interval", "cdf"),
@@ -24,6 +26,9 @@ ONLY_FOR = {
 
 DRAWN_AT_ONCE = 2**24
 """Numbers drawn at once by `mutual_information`, which is a mean over many draws of every logit."""
+
+AT_ONCE = 2**21
+"""Numbers worked on at a time, 16 MB for each tensor of them, where a few numbers are made of many classes."""
 
 
 def working_dtype(mean: Tensor) -> torch.dtype:
@@ -59,6 +64,35 @@ class Predictive(ABC):
     @abstractmethod
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:  # (n, N, ...)
         """n draws whose mean and variance are `mean` and `variance`."""
+
+    def uncertainty(self, by: str | Callable[[Self], Tensor] | None = None) -> Tensor:  # (N,), float64
+        """How unsure each row is, larger where less is known. Classification: "entropy" (the default),
+        "least_confidence" (one minus the largest probability), "mutual_information" or "variance" (of the logits, on
+        average over classes). Regression: "std" (the default) or "variance", on average over outputs. Or a function."""
+        if callable(by):
+            return by(self).double()
+        by = by if by is not None else "entropy" if hasattr(self, "log_probs") else "std"
+        choice("the uncertainty", by, tuple(UNCERTAINTIES))
+        return UNCERTAINTIES[by](self).double()
+
+    def defer(
+        self,
+        budget: float | None = None,
+        *,
+        threshold: float | None = None,
+        by: str | Callable[[Self], Tensor] | None = None,
+    ) -> Tensor:  # (N,), bool
+        """The rows to hand to somebody who knows better: the most uncertain ones (see `uncertainty`), as many as the
+        `budget` allows, which is a share of the rows such as 0.1 (rounded down) or, if it is an integer, a number of
+        them; of equal ones the first. Or, where rows come one by one, those that are more uncertain than `threshold`.
+        """
+        if budget is not None and threshold is None:
+            allowed, score = rows_allowed(budget, len(self)), self.uncertainty(by)
+            chosen = score.argsort(stable=True, descending=True)[:allowed]
+            return torch.zeros_like(score, dtype=torch.bool).index_fill(0, chosen, True)
+        if threshold is None or budget is not None or math.isnan(threshold):
+            raise OptionError(f"Expected either a budget or a threshold, got {budget} and {threshold}.")
+        return ~(self.uncertainty(by) <= threshold)  # so that what is not a number is deferred
 
     def __len__(self) -> int:
         return len(self.mean)
@@ -214,6 +248,46 @@ class ClassificationPredictive(Predictive):
         if self.independent:
             return self.mean + self.std * noise
         return self.mean + correlate(self.covariance, noise)
+
+
+def by_rows(ask: Callable[[Any], Tensor], pred: Predictive) -> Tensor:
+    """ask(pred), worked out for some rows at a time, so that what is made of many classes in float64 stays small."""
+    size = max(1, AT_ONCE // max(1, pred.mean.shape[1:].numel()))
+    if len(pred) <= size:
+        return ask(pred)
+    return torch.cat([ask(pred[start : start + size]) for start in range(0, len(pred), size)])
+
+
+def entropy(pred: ClassificationPredictive) -> Tensor:  # (N,)
+    # In float64: the order of very sure predictions is lost in float32.
+    return torch.special.entr(pred.log_probs.double().exp()).sum(-1)
+
+
+def mean_variance(pred: Predictive) -> Tensor:  # (N,)
+    variance = pred.variance.double()
+    return variance.flatten(1).mean(-1) if variance.ndim > 1 else variance
+
+
+UNCERTAINTIES: dict[str, Callable[[Any], Tensor]] = {
+    "entropy": lambda pred: by_rows(entropy, pred),
+    "least_confidence": lambda pred: -torch.expm1(pred.log_probs.amax(-1).double()),
+    "mutual_information": lambda pred: pred.mutual_information(),
+    "variance": mean_variance,
+    "std": lambda pred: mean_variance(pred).sqrt(),
+}
+
+
+def rows_allowed(budget: Any, rows: int) -> int:
+    """How many of the rows a share or a number of them is."""
+    try:
+        allowed = index(budget)
+    except TypeError:
+        share = float(budget)
+        # As it was written: 0.29 × 100 is less than 29 in floating point.
+        allowed = math.floor(Fraction(repr(share)) * rows) if 0.0 <= share <= 1.0 else -1
+    if allowed < 0:
+        raise OptionError(f"Expected a share of the rows from 0.0 to 1.0, or a number of rows, got {budget}.")
+    return min(allowed, rows)
 
 
 def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -16,7 +17,7 @@ from posthoc.fmgp.process import Process
 from posthoc.inducing import Inducing
 from posthoc.kernels import Kernel
 from posthoc.latent import Latent, Widened
-from posthoc.likelihoods import Likelihood
+from posthoc.likelihoods import Categorical, Likelihood
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive
 
@@ -60,6 +61,21 @@ class Head(nn.Module):
         if self.novelty is None or outputs.features is None:
             return latent
         return Widened(latent, self.novelty(outputs.features.to(self.device)))
+
+    @torch.no_grad()
+    def grow_wary(self, typical: Outputs, strength: float) -> None:
+        """Adds variance away from the features of typical rows, in units of the squared scale that logits are divided
+        by there; where there are no features, or too few rows, it stays as it is."""
+        novelty = Novelty.of(typical.features) if typical.features is not None else None
+        if novelty is None:
+            return
+        assert isinstance(self.likelihood, Categorical)
+        rows = typical.spread(1024)
+        apart = self.latent(rows, self.prepared()).difference(rows.outputs.argmax(-1))
+        mean = apart.sum() / (len(rows) * (rows.outputs.shape[1] - 1))  # over all but the top output
+        # π/16 Var(f_c - f_t) is what is compared with τ²; a variance g more for each output adds 2 g to that Var.
+        novelty.strength = strength * (8.0 / math.pi) * (self.likelihood.temperature.square() + math.pi / 16.0 * mean)
+        self.novelty = novelty
 
     def options(self) -> dict[str, Any]:
         """What `rebuild` needs beside the tensors."""

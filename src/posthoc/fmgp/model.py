@@ -19,13 +19,12 @@ from posthoc.checks import choice, integer
 from posthoc.errors import DataError, FileError, LayerError, OptionError
 from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.head import Head
-from posthoc.fmgp.novelty import Novelty
 from posthoc.fmgp.objective import Objective, TrainingBatch
 from posthoc.fmgp.points import Coordinates, DrawnBatches, FreshBatches, PointView
 from posthoc.fmgp.process import Process
 from posthoc.inducing import Inducing, given, kmeans, per_class, random_classes, random_points
 from posthoc.kernels import RBF, Kernel, as_kernel, describe, kernel_from_spec
-from posthoc.likelihoods import Categorical, Likelihood, make_likelihood
+from posthoc.likelihoods import Likelihood, make_likelihood
 from posthoc.method import Job, Method, first_values
 from posthoc.outputs import Outputs, join
 from posthoc.predictive import Predictive
@@ -188,7 +187,7 @@ class FMGP(Method):
                 checkpoint=job.checkpoint,
             )
         if self.novelty and likelihood.task == "classification":
-            head.novelty = wary(head, typical, self.novelty)
+            head.grow_wary(typical, self.novelty)
         self.head, self.history = head, history
 
     def _small(self, process: Process) -> bool:
@@ -380,24 +379,6 @@ def validation_score(head: Head, val: Outputs) -> Callable[[], float]:
         return total / len(val)
 
     return score
-
-
-@torch.no_grad()
-def wary(head: Head, typical: Outputs, strength: float) -> Novelty | None:
-    """The novelty of a fitted head, in units of the squared scale that its logits are divided by on typical rows."""
-    if typical.features is None:
-        return None
-    novelty = Novelty.of(typical.features)
-    if novelty is None:
-        return None
-    rows = typical.spread(1024)
-    latent = head.latent(rows, head.prepared())
-    apart = latent.difference(rows.outputs.argmax(-1)).sum() / (len(rows) * (rows.outputs.shape[1] - 1))
-    assert isinstance(head.likelihood, Categorical)
-    temperature = head.likelihood.temperature
-    # π/16 Var(f_c - f_t) is what is compared with τ², and 2 g is what a variance g more for each adds to the latter.
-    novelty.strength = strength * (8.0 / math.pi) * (temperature.square() + math.pi / 16.0 * apart)
-    return novelty
 
 
 def digest_of(values: Any) -> dict[str, Any] | str:
