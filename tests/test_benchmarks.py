@@ -173,6 +173,7 @@ def test_simulated_rows_do_not_depend_on_how_many_are_asked_for(tmp_path):
     many, few = Simulated(CHUNK + 10, 4, 3).outputs(), Simulated(CHUNK + 5, 4, 3)
     for name in ("outputs", "targets", "features"):
         assert torch.equal(getattr(few.outputs(), name), getattr(many, name)[: CHUNK + 5])
+    assert not torch.equal(many.features[:10], many.features[CHUNK:])
     assert many.outputs.argmax(-1).eq(many.targets).double().mean() == pytest.approx(0.8 + 0.2 / 4, abs=0.02)
     # a folder that a killed run has begun is gone on with
     with OutputsWriter(tmp_path / "data", identity={"simulated": vars(few)}) as writer:

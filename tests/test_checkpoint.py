@@ -20,12 +20,15 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from posthoc import FMGP, RBF, Categorical, FileError, OptionError, Outputs, TrainingError
 from posthoc.cli import main
 from posthoc.files import read_tensors
 from posthoc.storage import save_outputs
-from posthoc.training import Checkpoint
+from posthoc.training import Checkpoint, History, Ranks
+from posthoc.training.flat import Flat
+from posthoc.training.keeper import Keeper
 from posthoc.training.steps import PlainSteps
 from tests.cases import inputs, labels, mlp, numbers, recorded, same, values
 
@@ -299,6 +302,27 @@ def test_a_fit_that_diverges_keeps_the_last_sound_checkpoint(tmp_path: Path, mon
     assert same(numbers(fit(checkpoint=tmp_path, resume=True)), numbers(fit()))
 
 
+def test_every_vector_comes_back_to_its_place(tmp_path: Path) -> None:
+    """Parameters of several dtypes make more vectors than there are digits."""
+
+    def vectors(value: float) -> Flat:
+        dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        flat = Flat([nn.Parameter(torch.full((2,), value + i, dtype=dtype)) for i, dtype in enumerate(dtypes)])
+        for i, tensor in enumerate(flat.state):
+            tensor.fill_(value + i)
+        return flat
+
+    def keeper(flat: Flat) -> Keeper:
+        return Keeper(flat, lambda: 0.0, None, History(), Ranks())
+
+    checkpoint, before, after = Checkpoint(tmp_path, resume=True), vectors(1.0), vectors(50.0)
+    checkpoint.save(before, keeper(before), 7, None)
+    kept = keeper(after)
+    assert checkpoint.restore(after, kept, None) == 7
+    assert [float(t.flatten()[0]) for t in after.state] == [1.0 + i for i in range(16)]
+    assert [float(t[0]) for t in kept.kept] == [1.0, 2.0, 3.0, 4.0]
+
+
 # Another run's checkpoint.
 
 OTHER_OPTIONS: dict[str, tuple[str, Any]] = {
@@ -330,12 +354,21 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("named", OTHER_OPTIONS)
-def test_a_checkpoint_of_other_options_is_refused(named: str, begun: Path) -> None:
+def test_a_checkpoint_of_other_options_is_refused_before_the_work(
+    named: str, begun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = bytes_in(begun)
     option, value = OTHER_OPTIONS[named]
+    monkeypatch.setattr(FMGP, "_fit", lambda *args: pytest.fail("the fit was begun"))
     with pytest.raises(FileError, match=rf"another configuration.*\b{re.escape(named)}: .* now, .* there"):
         fit(options={option: value}, checkpoint=begun, resume=True)
     assert bytes_in(begun) == before
+
+
+def test_a_checkpoint_of_another_divergence_is_refused(tmp_path: Path) -> None:
+    interrupted(tmp_path, "regression", after=5)
+    with pytest.raises(FileError, match=r"options\.alpha: 0\.5 now, 1\.0 there"):
+        fit("regression", {"alpha": 0.5}, checkpoint=tmp_path, resume=True)
 
 
 KERNELS: dict[str, Callable[[], RBF]] = {
@@ -480,10 +513,10 @@ def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path: Path) -> No
     assert folder.with_suffix(".safetensors").read_bytes() == saved(fit(), tmp_path / "expected.safetensors")
 
 
-class Unused(torch.nn.Module):
+class Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.last = torch.nn.Linear(3, 3)
+        self.last = nn.Linear(3, 3)
 
     def forward(self, x: Any) -> Any:
         pytest.fail("the network was run before the folder was looked at")

@@ -25,7 +25,17 @@ from posthoc.errors import DataError, FileError, OptionError, PosthocWarning, Wr
 from posthoc.files import check_shapes, read_tensors, write_tensors
 from posthoc.predictive import ClassificationPredictive, Predictive, RegressionPredictive, by_rows, working_dtype
 
-__all__ = ["APS", "LAC", "Conformal", "ConformalIntervals", "ConformalPredictive", "ConformalSets", "Residual"]
+__all__ = [
+    "APS",
+    "LAC",
+    "Calibration",
+    "Conformal",
+    "ConformalIntervals",
+    "ConformalPredictive",
+    "ConformalSets",
+    "Residual",
+    "Score",
+]
 
 FORMAT = "posthoc-conformal"
 
@@ -33,6 +43,7 @@ FORMAT = "posthoc-conformal"
 class Score(ABC):
     """How badly a value fits a prediction: any function serves the guarantee, a good one makes small answers."""
 
+    name: ClassVar[str]
     task: ClassVar[str]
 
     @abstractmethod
@@ -45,8 +56,9 @@ class Residual(Score):
     """|y - mean| / std: intervals are as much wider as the method is less sure. Each output has a guarantee of its own,
     or, if `joint`, the box of all of them has one."""
 
-    joint: bool = False
+    name: ClassVar[str] = "residual"
     task: ClassVar[str] = "regression"
+    joint: bool = False
 
     def of(self, pred: Predictive, y: Any) -> Tensor:
         score = (regression_targets(y, pred.mean).double() - pred.mean.double()).abs() / spread(pred)
@@ -78,6 +90,7 @@ class LAC(ClassScore):
     """1 - p: the classes that are probable enough, the same for all points. Of all sets with this coverage the smallest
     on average, if the probabilities are right (Sadinle et al., 2019)."""
 
+    name: ClassVar[str] = "lac"
     allow_empty: bool = False
 
     def _of_classes(self, pred: ClassificationPredictive) -> Tensor:
@@ -94,6 +107,7 @@ class APS(ClassScore):
     hardly any probability make large sets.
     """
 
+    name: ClassVar[str] = "aps"
     seed: int | None = None
     penalty: float = 0.0
     free: int = 5
@@ -125,7 +139,7 @@ SCORES: dict[str, dict[str, Score]] = {
     "classification": {"lac": LAC(), "aps": APS(), "raps": APS(penalty=0.01)},
 }
 """The scores of a task by name, the default first."""
-TYPES: dict[str, type[Score]] = {"residual": Residual, "lac": LAC, "aps": APS}
+TYPES: dict[str, type[Score]] = {kind.name: kind for kind in (Residual, LAC, APS)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,10 +214,10 @@ class Conformal:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the calibration as safetensors; the head is saved apart."""
-        score = self.calibration.score
-        spec = {"type": next(name for name, kind in TYPES.items() if type(score) is kind), **asdict(cast(Any, score))}
-        config = {"score": spec, "shape": list(self.calibration.scores.shape), "head": self.method.digest()}
-        write_tensors(path, {"scores": self.calibration.scores}, FORMAT, config)
+        score, scores = self.calibration.score, self.calibration.scores
+        spec = {"type": score.name, **asdict(cast(Any, score))}
+        config = {"score": spec, "shape": list(scores.shape), "head": self.method.digest()}
+        write_tensors(path, {"scores": scores}, FORMAT, config)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], method: Predicts) -> Self:

@@ -155,6 +155,8 @@ class FMGP(Method):
         ranks, seed, cached = Ranks(), self.training.seed, self.cache or isinstance(job.data, Outputs)
         if not cached and (job.checkpoint is not None or not ranks.alone):
             raise OptionError("Checkpoints and several processes need the outputs cached: leave cache=True.")
+        if self._likelihood.draws and not ranks.alone:
+            raise OptionError('Monte Carlo training draws in one process: use training="pairwise" with several.')
         device = self._home(job.train)
         generator = torch.Generator().manual_seed(seed)
         # Everything is built beside what is there and takes its place at the end: a failed fit changes nothing.

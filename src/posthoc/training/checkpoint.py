@@ -78,7 +78,6 @@ class Checkpoint:
         if not (self.resume and self.path.exists()):
             return 0
         tensors, config = read_tensors(self.path, FORMAT)
-        self._refuse_another(config)
         flat.restore(ordered(tensors, "state"))
         keeper.kept = [t.to(v.device) for t, v in zip(ordered(tensors, "kept"), flat.values, strict=False)]
         history: History = keeper.history

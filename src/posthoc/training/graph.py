@@ -60,6 +60,7 @@ class GraphSteps:
             for _ in range(WARM_UP):
                 self._place(block, lrs)
                 self._step()
+                flat.restore(before)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         # Of this thread alone: another may be reading rows ahead, and allocate memory for them.

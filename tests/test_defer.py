@@ -1,0 +1,216 @@
+"""The most uncertain rows are handed over, exactly as many as the budget allows; the page about it runs."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posthoc import MAP, OptionError, WrongTaskError
+from posthoc.conformal import Conformal
+from posthoc.metrics import AURC, RiskCoverage
+from posthoc.metrics.rows import UNCERTAINTIES
+from posthoc.predictive import ClassificationPredictive, RegressionPredictive
+
+DOUBLE = torch.float64
+PAGE = (Path(__file__).parent.parent / "docs" / "decisions.md").read_text()
+
+
+def reals(n: int = 50, outputs: int | None = None) -> RegressionPredictive:
+    g = torch.Generator().manual_seed(0)
+    shape = (n,) if outputs is None else (n, outputs)
+    mean, latent, noise = (torch.randn(shape, generator=g, dtype=DOUBLE) for _ in range(3))
+    return RegressionPredictive(mean, latent.exp(), noise.exp())
+
+
+def classes(n: int = 50) -> ClassificationPredictive:
+    g = torch.Generator().manual_seed(1)
+    logits = 3.0 * torch.randn(n, 4, generator=g)
+    variance = torch.rand(n, 4, generator=g)
+    return ClassificationPredictive(logits, variance, logits.log_softmax(-1), torch.ones(()))
+
+
+def with_std(std: list[float]) -> RegressionPredictive:
+    values = torch.tensor(std, dtype=DOUBLE)
+    return RegressionPredictive(torch.zeros_like(values), values.square(), torch.zeros_like(values))
+
+
+def slow(scores: list[float], count: int) -> list[bool]:
+    """Takes the largest, the first of equal ones, again and again."""
+    chosen: set[int] = set()
+    for _ in range(count):
+        left = [i for i in range(len(scores)) if i not in chosen]
+        chosen.add(max(left, key=lambda i: (scores[i], -i)))
+    return [i in chosen for i in range(len(scores))]
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(0, 100))
+def test_as_many_rows_as_the_budget_allows_also_if_many_are_equal(stds, percent):
+    pred = with_std([float(s) for s in stds])
+    count = percent * len(stds) // 100
+    assert pred.defer(percent / 100).tolist() == slow(stds, count)
+    assert pred.defer(count).tolist() == slow(stds, count)
+
+
+@pytest.mark.parametrize(
+    ("budget", "count"),
+    [
+        (0.29, 29),
+        (0.57, 57),
+        (0.1, 10),
+        (0.999, 99),
+        (0.0, 0),
+        (1.0, 100),
+        (0, 0),
+        (1, 1),
+        (7, 7),
+        (100, 100),
+        (500, 100),
+    ],
+)
+def test_a_share_is_rounded_down_and_an_integer_is_a_number_of_rows(budget, count):
+    deferred = reals(100).defer(budget)
+    assert deferred.dtype == torch.bool
+    assert deferred.shape == (100,)
+    assert deferred.sum() == count
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    pred = reals(100)
+    for budget in (np.float64(0.29), np.int64(29), torch.tensor(29), torch.tensor(0.29, dtype=DOUBLE)):
+        assert torch.equal(pred.defer(budget), pred.defer(29))
+
+
+@pytest.mark.parametrize("budget", [-0.1, 1.5, math.nan, math.inf, -1])
+def test_impossible_budgets_are_refused(budget):
+    with pytest.raises(OptionError, match=r"share of the rows from 0\.0 to 1\.0, or a number of rows, got"):
+        reals().defer(budget)
+
+
+def test_either_a_budget_or_a_threshold():
+    for options in ({}, {"budget": 0.1, "threshold": 1.0}, {"threshold": math.nan}):
+        with pytest.raises(OptionError, match="either a budget or a threshold"):
+            reals().defer(**options)
+
+
+def test_a_threshold_defers_what_lies_above_it_in_any_batch():
+    pred = with_std([1.0, 3.0, 2.0, 2.5, math.nan])
+    assert pred.defer(threshold=2.0).tolist() == [False, True, False, True, True]
+    assert [bool(pred[i].defer(threshold=2.0)) for i in range(5)] == [False, True, False, True, True]
+    assert pred.defer(threshold=math.inf).tolist() == [False, False, False, False, True]
+    assert pred.defer(2).tolist() == [False, True, False, False, True]
+
+
+def test_a_quantile_of_the_uncertainty_is_the_threshold_of_a_budget():
+    pred = classes(1000)
+    threshold = float(pred.uncertainty().quantile(0.9))
+    assert torch.equal(pred.defer(threshold=threshold), pred.defer(0.1))
+
+
+def test_uncertainties_by_name():
+    pred = classes()
+    p = pred.mean.double().softmax(-1)
+    expected = {
+        "entropy": -(p * p.log()).sum(-1),
+        "least_confidence": 1.0 - p.max(-1).values,
+        "variance": pred.logit_variance.double().mean(-1),
+        "mutual_information": pred.mutual_information().double(),
+    }
+    for by, score in expected.items():
+        found = pred.uncertainty(by)
+        assert found.dtype == DOUBLE
+        torch.testing.assert_close(found, score, rtol=1e-5, atol=1e-6)
+        assert pred.defer(10, by=by).tolist() == slow(score.tolist(), 10)
+    assert torch.equal(pred.uncertainty(), pred.uncertainty("entropy"))
+    assert len({tuple(pred.defer(10, by=by).tolist()) for by in expected}) > 1
+
+
+@pytest.mark.parametrize("outputs", [None, 1, 3])
+def test_regression_goes_by_the_standard_deviation_of_all_outputs(outputs):
+    pred = reals(outputs=outputs)
+    variance = (pred.latent_variance + pred.noise).reshape(50, -1).mean(-1)
+    torch.testing.assert_close(pred.uncertainty(), variance.sqrt())
+    torch.testing.assert_close(pred.uncertainty("variance"), variance)
+    assert pred.defer(0.2).tolist() == slow(variance.tolist(), 10)
+
+
+def test_a_function_of_the_predictions_is_an_uncertainty():
+    pred = reals()
+    assert pred.defer(5, by=lambda p: -p.noise).tolist() == slow((-pred.noise).tolist(), 5)
+
+
+def test_very_sure_predictions_have_an_order():
+    logits = torch.tensor([[30.0, 0.0], [20.0, 0.0], [40.0, 0.0]])
+    log_probs = logits.double().log_softmax(-1).float()
+    pred = ClassificationPredictive(logits, torch.zeros_like(logits), log_probs, torch.ones(()))
+    assert (pred.probs[:, 0] == 1).all()
+    for by in ("entropy", "least_confidence"):
+        assert pred.defer(1, by=by).tolist() == [False, True, False]
+
+
+def test_many_classes_are_worked_out_some_rows_at_a_time(monkeypatch):
+    pred = classes()
+    whole = pred.uncertainty()
+    monkeypatch.setattr("posthoc.predictive.AT_ONCE", 12)
+    assert torch.equal(pred.uncertainty(), whole)
+
+
+def test_unknown_names_and_the_other_tasks_are_refused():
+    with pytest.raises(OptionError, match=r"'entropy', 'least_confidence', .* got 'doubt'"):
+        classes().defer(0.1, by="doubt")
+    with pytest.raises(WrongTaskError, match="log_probs is for classification; this is a RegressionPredictive"):
+        reals().defer(0.1, by="entropy")
+    with pytest.raises(WrongTaskError, match="mutual_information is for classification"):
+        reals().defer(0.1, by="mutual_information")
+
+
+def test_no_rows_are_no_rows():
+    assert reals()[:0].defer(0.5).shape == classes()[:0].defer(3).shape == (0,)
+
+
+def test_names_mean_what_they_mean_to_the_metrics():
+    pred = classes()
+    for by, score in UNCERTAINTIES.items():
+        torch.testing.assert_close(pred.uncertainty(by), score(pred).double())
+
+
+@pytest.mark.parametrize("by", ["entropy", "least_confidence"])
+def test_what_is_kept_has_the_risk_that_the_curve_says(by):
+    pred = classes(400)
+    y = torch.randint(4, (400,), generator=torch.Generator().manual_seed(2))
+    curve, area = RiskCoverage(by=by), AURC(by=by)
+    for metric in (curve, area):
+        metric.update(pred, y)
+    risks = []
+    for count in range(400):
+        kept = ~pred.defer(count, by=by)
+        risks.append(float((pred.mean.argmax(-1) != y)[kept].double().mean()))
+    torch.testing.assert_close(curve.compute()[1], torch.tensor(risks, dtype=DOUBLE).flip(0))
+    torch.testing.assert_close(float(area.compute()), float(np.mean(risks)))
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    g = torch.Generator().manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    torch.nn.init.normal_(model.weight, std=2.0, generator=g)
+    x = torch.randn(900, 4, generator=g)
+    with torch.no_grad():
+        y = torch.multinomial(model(x).softmax(-1), 1, generator=g).squeeze(1)
+    bayes = MAP(model, "classification").fit((x[:300], y[:300]))
+    names = {"bayes": bayes, "calibration": (x[300:600], y[300:600]), "x": x[600:], "y": y[600:], "x_val": x[:300]}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(block, names)
+    assert int(names["hard"].sum()) == 30
+    wrong = (names["machine"].mean.argmax(-1) != names["y"][~names["hard"]]).double().mean()
+    torch.testing.assert_close(names["risk"][269], wrong)
+    names["conformal"].save("conformal.safetensors")
+    assert isinstance(Conformal.load("conformal.safetensors", bayes), Conformal)
