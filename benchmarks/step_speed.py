@@ -1,99 +1,99 @@
-"""How fast a training step is: ours, against a plain dense implementation and against the least it could cost; and a
-whole default fit against 5,000 steps of the dense one.
+"""How fast a training step is: ours, against a plain dense implementation and against the least it could cost; a whole
+default fit against 5,000 steps of the dense one; and the sizes of image classifiers, from a CUDA graph and without.
 
-    python -m benchmarks.step_speed [--quick] [--device cuda] [--rounds 7] [--out results.json]
+    python -m benchmarks.step_speed [--quick] [--device cuda] [--only shapes] [--rounds 9] [--out results.json]
 
-Steps are timed on synthetic data, the three variants in turn in every round; the median round counts. The whole fits
-use real data where the environment variable POSTHOC_DATA names their folder. Memory is the growth of a fresh process's
-peak over what it held before the steps (on a GPU: of the memory allocated there).
+Steps are timed on synthetic data, a long run less a short one, the variants in turn in every round; the median round
+counts. The whole fits use real data where the environment variable POSTHOC_DATA names their folder. Memory is the
+growth of a fresh process's peak over what it held before the steps (on a GPU: of the memory allocated there).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 import os
-import resource
 import statistics
-import sys
-import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.calls import Call, capture
 from benchmarks.floor import floor_step
-from benchmarks.machine import describe
+from benchmarks.harness import (
+    Run,
+    awake,
+    console,
+    enough_steps,
+    finish,
+    high_water,
+    in_fresh_process,
+    mib,
+    options,
+    step_and_start,
+    timed,
+    yes,
+)
 from benchmarks.reference import DenseFMGP, endless, loader, train_reference
+from benchmarks.shapes import SHAPES, compare_ways, show_shapes
 from benchmarks.tasks import Task, cifar10, protein, synthetic_classification, synthetic_regression
-from posthoc import FMGP, Outputs
+from posthoc import FMGP
 from posthoc.fmgp.objective import Objective
 from posthoc.fmgp.points import PointView
 from posthoc.kernels import RBF
-from posthoc.training import History, few_threads, train
+from posthoc.training import few_threads
 
 TASKS: dict[str, Callable[..., Task]] = {
     "regression": synthetic_regression,
     "classification": synthetic_classification,
 }
 VARIANTS = ("ours", "reference", "floor")
+PARTS = ("steps", "fits", "shapes")
 BATCH, INDUCING, REFERENCE_STEPS = 100, 100, 5000
+SHORT = 10
+"""Steps of the run whose time is taken off that of a long one."""
 
-Run = Callable[[int], object]
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a short run, to see that it works; writes only to --out")
-    parser.add_argument("--device", default="cpu")
+def main(argv: list[str] | None = None) -> None:
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/step_speed-DEVICE.json")
-    args = parser.parse_args()
-    device = torch.device(args.device)
-    rounds, seconds = (2, 0.2) if args.quick else (args.rounds, 1.0)
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part to run; may be given more than once")
+    args = parser.parse_args(argv)
+    device, parts = torch.device(args.device), tuple(args.only or PARTS)
+    rounds, seconds = (1, 0.01) if args.quick else (args.rounds, 1.0)
+    shapes = list(SHAPES)[:1] if args.quick else list(SHAPES)
 
-    steps = {name: step_speed(make().to(device), device, rounds, seconds) for name, make in TASKS.items()}
-    fits = {task.name: compare_fits(task.to(device), device, args.quick) for task in whole_tasks()}
-    result = {
-        "machine": describe(),
+    result: dict[str, Any] = {
         "settings": {
-            "device": device.type,
             "batch": BATCH,
             "inducing": INDUCING,
             "rounds": rounds,
             "seconds_per_variant_and_round": seconds,
-            "quick": args.quick,
             "ours": "the call of posthoc.training.train that FMGP.fit makes, outputs cached",
             "reference": "float64 throughout, dense kernels, explicit inverses, network and DataLoader in every step",
             "floor": "kernels, products, one Cholesky and one triangular solve, forward and backward, float64",
         },
-        "steps": steps,
-        "fits": fits,
     }
+    if "steps" in parts:
+        result["steps"] = {n: step_speed(make().to(device), device, rounds, seconds) for n, make in TASKS.items()}
+    if "fits" in parts:
+        result["fits"] = {task.name: compare_fits(task.to(device), device, args.quick) for task in whole_tasks()}
+    if "shapes" in parts:
+        result["shapes"] = {name: compare_ways(name, device, rounds, seconds) for name in shapes}
     show(result)
-    if args.quick:
-        print("A quick run: too short to be a result, and the reference's fit has stopped far from its end.")
-    out = args.out or (None if args.quick else Path(__file__).parent / "results" / f"step_speed-{device.type}.json")
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=2) + "\n")
+    finish("-".join(["step_speed", *(args.only or [])]), args, result)
 
 
 def step_speed(task: Task, device: torch.device, rounds: int, seconds: float) -> dict[str, Any]:
     """Steps a second and peak memory of each variant."""
     runs = variants(task, device, check=True)
-    counts = {name: max(2, int(seconds / timed(runs[name], 10, device))) for name in VARIANTS}
+    counts = {name: enough_steps(runs[name], seconds, device, SHORT) for name in VARIANTS}
     times: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for _ in range(rounds):
         for name in VARIANTS:
-            times[name].append(timed(runs[name], counts[name], device))
+            times[name].append(step_and_start(runs[name], counts[name], device, SHORT)[0])
     middle = {name: statistics.median(values) for name, values in times.items()}
     over_floor = statistics.median(o / f for o, f in zip(times["ours"], times["floor"], strict=True))
     speed_up = statistics.median(r / o for o, r in zip(times["ours"], times["reference"], strict=True))
@@ -113,7 +113,8 @@ def step_speed(task: Task, device: torch.device, rounds: int, seconds: float) ->
 
 def variants(task: Task, device: torch.device, check: bool = False, **options: Any) -> dict[str, Run]:
     """Each variant as a function that runs so many steps."""
-    method, ours = captured(task, task.outputs(), device, **options)
+    call = captured(task, device, **options)
+    method = call.method
     assert method.head is not None
     if check:
         agree(task, method)
@@ -130,34 +131,15 @@ def variants(task: Task, device: torch.device, check: bool = False, **options: A
                 step()
 
     return {
-        "ours": ours,
+        "ours": call.run,
         "reference": lambda steps: train_reference(reference, wide.look, batches, steps),
         "floor": floor,
     }
 
 
-def captured(task: Task, outputs: Outputs, device: torch.device, **options: Any) -> tuple[FMGP, Run]:
-    """Our method, fitted but for its training, and the call of `train` that `FMGP.fit` makes, to repeat."""
-    calls: list[Any] = []
-
-    def keep(objective: Any, parameters: Any, batches: Any, training: Any, **others: Any) -> History:
-        calls.append((objective, list(parameters), training, others))
-        return History()
-
-    method = task.method(batch_size=BATCH, num_inducing=INDUCING, device=device, **options)
-    with mock.patch("posthoc.fmgp.model.train", keep):
-        method.fit(outputs)
-    assert method.head is not None
-    objective, parameters, training, others = calls[0]
-    # `fit` closes its batches at its end, so these are the same made again.
-    view, generator = PointView(outputs, method.head.coordinates), torch.Generator().manual_seed(training.seed)
-    batches = view.batches(method.head.likelihood, BATCH, generator)
-
-    def run(steps: int) -> None:
-        with few_threads(device.type == "cpu"):  # as `fit` does at this size
-            train(objective, parameters, batches, replace(training, steps=steps), **others)
-
-    return method, run
+def captured(task: Task, device: torch.device, **options: Any) -> Call:
+    """Our method, fitted on the network's cached outputs but for its training."""
+    return capture(task.method(batch_size=BATCH, num_inducing=INDUCING, device=device, **options), task.outputs())
 
 
 def agree(task: Task, method: FMGP) -> None:
@@ -196,33 +178,10 @@ def peak_memory(name: str, variant: str, device_type: str) -> float:
     task = TASKS[name](epochs=0).to(device)
     start = getattr(task.outputs(), task.space)[:INDUCING]
     runs = variants(task, device, kernel=RBF(on=task.space, lengthscale=1.0), inducing=start)
-    a = torch.eye(8, dtype=torch.float64, device=device, requires_grad=True)  # threads and libraries come to life
-    torch.linalg.solve_triangular(torch.linalg.cholesky(a @ a), a, upper=False).sum().backward()
-    torch.optim.Adam([a]).step()
+    awake(device)
     before = high_water(device, reset=True)
     runs[variant](20)
-    return (high_water(device) - before) / 2**20
-
-
-def high_water(device: torch.device, reset: bool = False) -> int:
-    """The most bytes held so far; `reset` counts from now, where that can be done."""
-    if device.type == "cuda":
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    # On Linux a process starts with its parent's ru_maxrss; the kernel's own mark for its memory does not.
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return 1024 * int(line.split()[1])
-
-
-def in_fresh_process(function: Callable[..., float], *args: Any) -> float:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
+    return mib(high_water(device) - before)
 
 
 def whole_tasks() -> list[Task]:
@@ -235,8 +194,8 @@ def whole_tasks() -> list[Task]:
 
 def compare_fits(task: Task, device: torch.device, quick: bool) -> dict[str, Any]:
     """A default fit, with the network's run over the data and all else, against the reference's steps alone."""
-    steps = 100 if quick else REFERENCE_STEPS
-    start, _ = captured(task, task.outputs(), device)
+    steps, short = (5, {"steps": 20}) if quick else (REFERENCE_STEPS, {})
+    start = captured(task, device).method
     assert start.head is not None
     torch.manual_seed(0)  # the loader shuffles by it
     reference = DenseFMGP(start.head, len(task.fit[0]))
@@ -244,17 +203,17 @@ def compare_fits(task: Task, device: torch.device, quick: bool) -> dict[str, Any
         reference.l.copy_(torch.eye(len(reference.l)))  # where the paper starts; our own start would serve it worse
     wide = task.double()
     batches = endless(loader(wide.fit, BATCH))
-    reference_time = steps * timed(lambda n: train_reference(reference, wide.look, batches, n), steps, device)
+    reference_time = timed(lambda: train_reference(reference, wide.look, batches, steps), device)
     result: dict[str, Any] = {
         "data": task.note,
         "points": len(task.fit[0]),
         "reference": {"steps": steps, "nll": reference.nll(wide.look, wide.score), "seconds": reference_time},
     }
     for name, method in {
-        "ours": task.default(device),
-        "ours, the reference's kernel": task.method(device=device),
+        "ours": task.default(device=device, **short),
+        "ours, the reference's kernel": task.method(device=device, **short),
     }.items():
-        seconds = timed(lambda _, method=method: method.fit(task.data(task.fit)), 1, device)  # type: ignore[misc]
+        seconds = timed(lambda method=method: method.fit(task.data(task.fit)), device)  # type: ignore[misc]
         nll = float(-method.predict(task.data(task.score)).log_prob(task.score[-1]).double().mean())
         result[name] = {
             "steps": method.training.steps,
@@ -267,25 +226,19 @@ def compare_fits(task: Task, device: torch.device, quick: bool) -> dict[str, Any
     return result
 
 
-def timed(run: Run, steps: int, device: torch.device) -> float:
-    """Seconds a step."""
-    synchronise(device)
-    begin = time.perf_counter()
-    run(steps)
-    synchronise(device)
-    return (time.perf_counter() - begin) / steps
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def show(result: dict[str, Any]) -> None:
-    console = Console()
-    console.print(result["machine"])
+    screen = console()
+    if "steps" in result:
+        show_steps(screen, result["steps"])
+    if "fits" in result:
+        show_fits(screen, result["fits"])
+    if "shapes" in result:
+        show_shapes(screen, result["shapes"])
+
+
+def show_steps(screen: Console, steps: dict[str, Any]) -> None:
     table = Table("task", "variant", "steps/s", "ms/step", "peak MiB", title="One training step")
-    for name, r in result["steps"].items():
+    for name, r in steps.items():
         for v in VARIANTS:
             speed, ms, memory = (r[k][v] for k in ("steps_per_second", "milliseconds_per_step", "peak_memory_mib"))
             table.add_row(name, v, f"{speed:.0f}", f"{ms:.2f}", f"{memory:.1f}")
@@ -295,21 +248,20 @@ def show(result: dict[str, Any]) -> None:
             f"{r['ours_over_reference_speed']:.1f} × the reference ({yes(r['four_times_the_reference'])}: at least 4)"
         )
         table.add_row("", verdict, end_section=True)
-    console.print(table)
+    screen.print(table)
+
+
+def show_fits(screen: Console, fits: dict[str, Any]) -> None:
     table = Table(
         "task", "fit", "NLL", "seconds", "", "time / reference's", title="A default fit against the reference's steps"
     )
-    for name, r in result["fits"].items():
+    for name, r in fits.items():
         for fit in ("ours", "ours, the reference's kernel", "reference"):
             f = r[fit]
             verdicts = (f"as good: {yes(f['as_good'])}", f"{f['time_ratio']:.3f}") if "as_good" in f else ("", "")
             table.add_row(name, f"{fit}, {f['steps']} steps", f"{f['nll']:.4f}", f"{f['seconds']:.2f}", *verdicts)
         table.add_row("", r["data"], end_section=True)
-    console.print(table)
-
-
-def yes(value: bool) -> str:
-    return "yes" if value else "NO"
+    screen.print(table)
 
 
 if __name__ == "__main__":

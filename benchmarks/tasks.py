@@ -47,9 +47,9 @@ class Task:
         options = {"kernel": RBF(on=self.space), "progress": False, **options}
         return FMGP(None if self.known else self.network, self.likelihood, **options)
 
-    def default(self, device: torch.device) -> FMGP:
+    def default(self, **options: Any) -> FMGP:
         """Our method with nothing chosen."""
-        return FMGP(None if self.known else self.network, self.likelihood, device=device, progress=False)
+        return FMGP(None if self.known else self.network, self.likelihood, progress=False, **options)
 
     def data(self, rows: tuple[Tensor, ...]) -> Outputs | tuple[Tensor, ...]:
         """Rows in the form that `fit` and `predict` take."""

@@ -396,7 +396,7 @@ def test_the_random_share_is_uniform_and_belongs_to_the_point():
     assert stats.kstest(u.numpy(), "uniform").pvalue > 1e-3
     assert torch.equal(u, torch.cat([uniform(row, 0) for row in x.split(3000)]))
     other = uniform(x, 1)
-    counting = uniform(torch.arange(20_000.0)[:, None].repeat(1, 4), 0)
+    counting = uniform(torch.arange(20_000.0)[:, None].repeat(1, 2), 3)
     for a, b in ((u, other), (u[1:], u[:-1]), (counting[1:], counting[:-1]), (u, x[:, 0].double())):
         assert abs(np.corrcoef(a, b)[0, 1]) < 4.0 / math.sqrt(20_000)
 
@@ -616,6 +616,20 @@ def test_questions_for_the_other_task_say_so():
         sets.width(0.9)
     with pytest.raises(AttributeError, match="no attribute 'probs'; the method's own answers are in base"):
         _ = sets.probs
+
+
+def test_scores_by_name():
+    x = inputs()
+    real, classes = MAP(mlp(), "regression").fit((x, values())), MAP(mlp(3), "classification").fit((x, labels()))
+    for name, score in ((None, Residual()), ("per_output", Residual()), ("joint", Residual(joint=True))):
+        assert real.conformal((x, values()), score=name).calibration.score == score
+    for name, rule in ((None, LAC()), ("lac", LAC()), ("aps", APS()), ("raps", APS(penalty=0.01, free=5))):
+        assert classes.conformal((x, labels()), score=name).calibration.score == rule
+
+
+def test_predictions_do_not_read_targets():
+    method = MAP(mlp(3), "classification").fit((inputs(), labels()))
+    assert torch.equal(method.predict([(inputs(), ["cat"] * 30)]).mean, method.predict(inputs()).mean)
 
 
 def test_scores_are_those_of_the_task():

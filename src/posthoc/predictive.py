@@ -278,7 +278,7 @@ UNCERTAINTIES: dict[str, Callable[[Any], Tensor]] = {
 
 
 def rows_allowed(budget: Any, rows: int) -> int:
-    """How many of the rows a share or a number of them is."""
+    """How many rows a share of them, or a number of them, is."""
     try:
         allowed = index(budget)
     except TypeError:
@@ -287,7 +287,7 @@ def rows_allowed(budget: Any, rows: int) -> int:
         allowed = math.floor(Fraction(repr(share)) * rows) if 0.0 <= share <= 1.0 else -1
     if allowed < 0:
         raise OptionError(f"Expected a share of the rows from 0.0 to 1.0, or a number of rows, got {budget}.")
-    return min(allowed, rows)
+    return allowed
 
 
 def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:

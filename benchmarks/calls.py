@@ -1,0 +1,103 @@
+"""The call of `posthoc.training.train` that a fit makes: to repeat, to time, and to check against steps by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from posthoc import FMGP
+from posthoc.training import History, Source, Training, few_threads, train
+
+__all__ = ["Call", "Steps", "capture", "fit_with", "same_steps"]
+
+
+@dataclass
+class Steps:
+    """What some steps gave."""
+
+    losses: list[float]
+    parameters: list[Tensor]
+
+
+@dataclass
+class Call:
+    """A method fitted but for its training, and what its training would have been called with."""
+
+    method: FMGP
+    objective: Callable[[Any], Tensor]
+    parameters: list[Tensor]
+    source: Source
+    training: Training
+    others: dict[str, Any]
+    threads: int
+
+    def __post_init__(self) -> None:
+        self.start = [p.detach().clone() for p in self.parameters]
+
+    def run(self, steps: int, graph: bool | None = None) -> Steps:
+        """So many steps from the start, as `fit` takes them."""
+        self._restart()
+        with few_threads(self.threads == 1):
+            options = replace(self.training, steps=steps)
+            history = train(self.objective, self.parameters, self.source, options, **self.others, graph=graph)
+        return self._taken(history.losses)
+
+    def by_hand(self, steps: int) -> Steps:
+        """The same with torch's own Adam, one batch at a time: what any faster way must agree with."""
+        self._restart()
+        schedule = replace(self.training, steps=steps)
+        learnt = [p for p in self.parameters if p.requires_grad]
+        optimiser = torch.optim.Adam(learnt, foreach=False)
+        losses = []
+        for step in range(steps):
+            optimiser.param_groups[0]["lr"] = schedule.lr_at(step)
+            optimiser.zero_grad()
+            loss = self.objective(self.source.block(step, 1).map(lambda t: t[0]))
+            loss.backward()
+            optimiser.step()
+            losses.append(float(loss.detach()))
+        for p in learnt:
+            p.grad = None
+        return self._taken(losses)
+
+    @torch.no_grad()
+    def _restart(self) -> None:
+        for p, value in zip(self.parameters, self.start, strict=True):
+            p.copy_(value)
+
+    def _taken(self, losses: list[float]) -> Steps:
+        return Steps(losses, [p.detach().clone() for p in self.parameters])
+
+
+def capture(method: FMGP, data: Any) -> Call:
+    """Lets a method fit until it would train."""
+    found: list[Any] = []
+
+    def keep(objective: Any, parameters: Any, source: Any, training: Any, **others: Any) -> History:
+        found.append((objective, list(parameters), source, training, others, torch.get_num_threads()))
+        return History()
+
+    with mock.patch("posthoc.fmgp.model.train", keep):
+        method.fit(data)
+    return Call(method, *found[0])
+
+
+def fit_with(method: FMGP, data: Any, graph: bool | None) -> FMGP:
+    """A whole fit, with or without the CUDA graph."""
+    with mock.patch("posthoc.fmgp.model.train", partial(train, graph=graph)):
+        return method.fit(data)
+
+
+def same_steps(one: Steps, other: Steps, tolerance: float = 1e-6) -> float:
+    """The greatest difference of two runs' losses and parameters; raises where it is more than rounding may become."""
+    losses = [torch.tensor(steps.losses, dtype=torch.float64) for steps in (one, other)]
+    pairs = [(losses[0], losses[1]), *zip(one.parameters, other.parameters, strict=True)]
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    return max(float((a - b).abs().max()) for a, b in pairs)
