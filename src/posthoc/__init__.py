@@ -1,5 +1,6 @@
 """posthoc: honest error bars on any pre-trained neural network."""
 
+from posthoc.conformal import Conformal
 from posthoc.errors import (
     DataError,
     FileError,
@@ -28,6 +29,7 @@ __all__ = [
     "MAP",
     "RBF",
     "Categorical",
+    "Conformal",
     "Constant",
     "DataError",
     "FileError",

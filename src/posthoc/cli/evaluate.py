@@ -25,7 +25,7 @@ def evaluate(
     inputs: Inputs = None,
     force: Force = False,
 ) -> None:
-    """Prints the figures of a head and of the bare predictor (in regression: with its best constant noise)."""
+    """Scores a head on new data, beside the bare predictor (in regression: with its best constant noise)."""
     if json_ is not None:
         refuse(json_, force)
     from posthoc import evaluation, methods

@@ -23,7 +23,7 @@ def predict(
     inputs: Inputs = None,
     force: Force = False,
 ) -> None:
-    """Writes row, mean and std for regression, or row, label, probs, entropy and std for classification."""
+    """Predicts with a head: a table of row, mean, std (regression) or row, label, probs, entropy, std (classes)."""
     from posthoc.predictions import require_table, write_predictions
 
     refuse(out, force)
