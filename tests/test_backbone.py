@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -588,3 +590,49 @@ def test_layer_error_is_raised_where_a_layer_does_not_keep_rows() -> None:
 
     with pytest.raises(LayerError, match=rf"\({N}, \.\.\.\) from layer 'pool'.*layer="):
         FMGP(Pooled(), "regression", layer="pool", **QUICK).fit((inputs(), values()))
+
+
+# Several at once.
+
+
+def test_threads_do_not_take_each_others_features() -> None:
+    model, x = mlp().eval(), inputs(400)
+    method = FMGP(model, "regression", **QUICK).fit((inputs(), values()))
+    parts = [x[start : start + 10] for start in range(0, 400, 10)]
+    expected = [method.predict(part) for part in parts]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            for found, right in zip(pool.map(method.predict, parts), expected, strict=True):
+                assert torch.equal(found.variance, right.variance)
+
+
+def test_streams_in_turns_leave_the_network_as_it_was() -> None:
+    model = Noisy(2).train()
+    method = FMGP(model, "regression", **QUICK).fit((inputs(), values(outputs=2)))
+    batches = [inputs(5, seed=seed) for seed in range(3)]
+    first, second = (method.stream(iter(batches)) for _ in range(2))
+    next(first)
+    found = [next(second)]
+    first.close()
+    found += list(second)
+    assert model.training
+    for pred, x in zip(found, batches, strict=True):
+        assert torch.equal(pred.mean, in_eval(model, x))
+
+
+def test_what_the_user_writes_into_buffers_stays() -> None:
+    model = Noisy().eval()
+    method = FMGP(model, "regression", **QUICK).fit((inputs(), values()))
+    mean = model.body.get_submodule("1").get_buffer("running_mean")
+    mean.data.fill_(7.0)
+    method.predict(inputs())
+    assert bool((mean == 7.0).all())
+
+
+def test_heads_and_networks_of_inference_mode_serve_outside_it(tmp_path: Path) -> None:
+    method = FMGP(mlp(), "regression", **QUICK).fit((inputs(), values()))
+    method.save(tmp_path / "head")
+    with torch.inference_mode():
+        loaded, model = FMGP.load(tmp_path / "head", model=mlp()), Noisy()
+    assert torch.equal(loaded.predict(inputs()).variance, method.predict(inputs()).variance)
+    assert FMGP(model, "regression", **QUICK).fit((inputs(), values())).fitted

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from posthoc import FMGP, RBF, OptionError, Outputs
+from posthoc import FMGP, RBF, DataError, OptionError, Outputs
 from posthoc.fmgp.novelty import QUANTILE, Novelty
 from posthoc.latent import IndependentLatent, Widened
 
@@ -33,7 +33,8 @@ def test_distance_is_mahalanobis_of_the_direction():
     x, new = features(), features(50, seed=1)
     novelty = Novelty.of(x)
     assert novelty is not None
-    half = (x / x.norm(dim=1, keepdim=True))[::2].numpy()
+    order = torch.randperm(len(x), generator=G().manual_seed(0))[::2]
+    half = (x / x.norm(dim=1, keepdim=True))[order].numpy()
     away = (new / new.norm(dim=1, keepdim=True)).numpy() - half.mean(0)
     # Lengths are gone, so one direction is nearly constant: what is compared must not divide by it.
     inverse = np.linalg.pinv(np.cov(half.T, bias=True), rcond=1e-12)
@@ -93,8 +94,7 @@ def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
     data = classified()
     known, new = classified(300, seed=1), classified(300, seed=1)
     new = Outputs(new.outputs, features=-new.features)
-    wary, plain = (FMGP(None, "classification", steps=20, num_inducing=10, novelty=n).fit(data) for n in (None, 0.0))
-    assert wary.novelty > 0
+    wary, plain = (FMGP(None, "classification", steps=20, num_inducing=10, novelty=n).fit(data) for n in (0.5, 0.0))
     near, without = wary.predict(known), plain.predict(known)
     assert float((near.probs == without.probs).all(-1).double().mean()) > 0.6
     assert bool((near.variance >= without.variance).all())
@@ -108,22 +108,44 @@ def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
     assert torch.equal(again.predict(new).probs, far.probs)
 
 
-def test_a_kernel_of_ones_own_and_regression_are_left_alone():
+def test_wide_features_take_their_directions_from_some_rows():
+    g = G().manual_seed(0)
+    x = torch.randn(3000, 20, generator=g) @ torch.randn(20, 1500, generator=g) + 0.1 * torch.randn(
+        3000, 1500, generator=g
+    )
+    novelty = Novelty.of(x[:2500])
+    assert novelty is not None
+    identity = torch.eye(novelty.basis.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(novelty.basis.mT @ novelty.basis, identity, rtol=0, atol=1e-8)
+    inside = float((novelty.distance(x[2500:]) <= novelty.threshold).double().mean())
+    assert inside == pytest.approx(QUANTILE, abs=0.1)
+    assert float(novelty.distance(torch.randn(50, 1500, generator=g)).min()) > 2 * float(novelty.threshold)
+
+
+def test_it_is_for_classes_with_features_and_only_where_asked_for():
     data = classified()
-    assert FMGP(None, "classification", kernel=RBF()).novelty == 0.0
-    own = FMGP(None, "classification", kernel=RBF(), steps=2, num_inducing=5).fit(data)
-    assert own.head is not None
-    assert own.head.novelty is None
-    asked = FMGP(None, "classification", kernel=RBF(), novelty=1.0, steps=2, num_inducing=5).fit(data)
-    assert asked.head is not None
-    assert asked.head.novelty is not None
+    quick = {"steps": 2, "num_inducing": 5}
+    assert FMGP(None, "classification", **quick).fit(data).head.novelty is None
     reals = Outputs(data.outputs, data.outputs + 1.0, data.features)
-    regression = FMGP(None, "regression", steps=2, num_inducing=5).fit(reals)
-    assert regression.head is not None
-    assert regression.head.novelty is None
-    outputs_only = FMGP(None, "classification", steps=2, num_inducing=5).fit(Outputs(data.outputs, data.targets))
-    assert outputs_only.head is not None
-    assert outputs_only.head.novelty is None
+    assert FMGP(None, "regression", novelty=0.5, **quick).fit(reals).head.novelty is None
+    bare = Outputs(data.outputs, data.targets)
+    assert FMGP(None, "classification", novelty=0.5, **quick).fit(bare).head.novelty is None
+    wary = FMGP(None, "classification", novelty=0.5, kernel=RBF(on="outputs"), **quick).fit(data)
+    assert wary.head.novelty is not None
+    with pytest.raises(DataError, match="Expected features of width 6 as in fit, which novelty looks at, got none"):
+        wary.predict(bare)
+
+
+def test_a_network_is_asked_for_its_features_where_novelty_needs_them():
+    data = classified()
+    net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    wary = FMGP(net, "classification", kernel=RBF(on="inputs"), novelty=0.5, steps=2, num_inducing=5)
+    wary.fit((data.features, data.targets))
+    assert wary.head is not None
+    assert wary.head.novelty is not None
+    with torch.no_grad():
+        said = Outputs(net(data.features), features=net[:2](data.features), inputs=data.features)
+    torch.testing.assert_close(wary.predict(data.features).variance, wary.predict(said).variance)
 
 
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, "much"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from posthoc.batches import Batch, as_tensor, move, read_batch
 from posthoc.checks import require_finite
 from posthoc.errors import DataError, LayerError
-from posthoc.stillness import Stillness
+from posthoc.stillness import LOCK, still
 
 __all__ = ["Backbone", "Reading", "fingerprint", "settled"]
 
@@ -44,7 +45,6 @@ class Backbone:
         self.module = model if isinstance(model, nn.Module) else None
         self.layer, self.takes_input = self._find(layer)
         self._device = device
-        self._still = Stillness(self.module)
 
     @property
     def has_features(self) -> bool:
@@ -100,7 +100,7 @@ class Backbone:
             seen += len(reading.outputs)
             return reading
 
-        with self._still.eval(), self._listening(captured, features):
+        with still(self.module), self._listening(captured, features):
             yield run
 
     @contextmanager
@@ -108,23 +108,30 @@ class Backbone:
         if not features or self.module is None or self.layer is None:
             yield
             return
-        part = self.module.get_submodule(self.layer)
+        part, owner = self.module.get_submodule(self.layer), threading.get_ident()
 
         # Copies, since a later layer may work in place on what this one gave or took.
         def keep_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() != owner:  # another thread runs the same network
+                return
             captured[:] = [first_tensor(args or tuple(kwargs.values())).clone()]
 
         def keep_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if threading.get_ident() != owner:
+                return
             captured[:] = [first_tensor(output).clone()]
 
         if self.takes_input:
-            handle = part.register_forward_pre_hook(keep_input, with_kwargs=True)
+            with LOCK:
+                handle = part.register_forward_pre_hook(keep_input, with_kwargs=True)
         else:
-            handle = part.register_forward_hook(keep_output)
+            with LOCK:
+                handle = part.register_forward_hook(keep_output)
         try:
             yield
         finally:
-            handle.remove()
+            with LOCK:
+                handle.remove()
 
     def _run(self, raw: Any, captured: list[Tensor], *, features: bool, inputs: bool, seen: int) -> Reading:
         batch = read_batch(raw)

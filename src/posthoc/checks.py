@@ -52,7 +52,7 @@ def class_labels(y: Any, mean: Tensor) -> Tensor:  # (N,) of int64
         wrong = int(((y < 0) | (y >= classes)).nonzero()[0])
         raise DataError(
             f"Expected class labels from 0 to {classes - 1} (the network has {classes} outputs), "
-            f"got {int(y[wrong])} in row {wrong}."
+            f"got {int(y[wrong])} in row {wrong}." + (" Do they start at 1?" if int(y.min()) == 1 else "")
         )
     return y
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posthoc.errors import DataError, OptionError
-from posthoc.method import Method
+from posthoc.method import Method, opened
 from posthoc.methods.map import MAP
 from posthoc.metrics import Scores
 from posthoc.outputs import Outputs
@@ -13,7 +13,9 @@ __all__ = ["evaluate", "scores"]
 
 def evaluate(method: Method, test: Outputs, *, ood: Outputs | None = None) -> dict[str, float]:
     """The figures of a method by name, and those of its bare predictor under the same names with `base_` before them.
+    Data are `Outputs`, or paths of files of them.
     `ood` are data from elsewhere, for a classifier to be unsure of."""
+    test, ood = opened(test), opened(ood)
     if test.targets is None:
         raise DataError("Expected targets to score the predictions by, got outputs without them.")
     if ood is not None and method.likelihood.task != "classification":

@@ -198,13 +198,18 @@ def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], format: str, config: Mapping[str, Any]
 ) -> None:
     """Writes tensors and config; equal contents give equal bytes."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     document = {"format": format, "version": VERSION, **config}
     # One metadata key: the order of several would not be fixed.
     metadata = {"posthoc": json.dumps(document, sort_keys=True)}
-    with atomic_path(path) as temporary:
-        save_file({k: v.detach().cpu().contiguous().clone() for k, v in sorted(tensors.items())}, temporary, metadata)
+    plain = {k: v.detach().cpu().contiguous().clone() for k, v in sorted(tensors.items())}
+    with writing(path, "Make room, or write elsewhere."), atomic_path(path) as temporary:
+        try:
+            save_file(plain, temporary, metadata)
+        except SafetensorError as error:  # which is how it tells of a full disk
+            raise OSError(str(error)) from error
 
 
 def read_tensors(path: str | os.PathLike[str], format: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

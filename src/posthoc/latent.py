@@ -84,6 +84,9 @@ class Widened(Latent):
         v = self.latent.covariance()
         return v + torch.diag_embed(self.more.expand(v.shape[:-1]))
 
+    def perturb(self, noise: Tensor) -> Tensor:
+        return IndependentLatent(self.variance).perturb(noise) if self.independent else super().perturb(noise)
+
     def difference(self, top: Tensor) -> Tensor:
         return (self.latent.difference(top) + 2.0 * self.more).scatter(-1, top[:, None], 0.0)
 

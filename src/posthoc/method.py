@@ -28,7 +28,7 @@ from posthoc.outputs import Outputs, collect, read
 from posthoc.predictive import Predictive
 from posthoc.training import Checkpoint
 
-__all__ = ["Job", "Method", "first_values"]
+__all__ = ["Job", "Method", "first_values", "opened"]
 
 CHUNK = 1024
 """Rows predicted at a time, and rows of a dataset run at a time,"""
@@ -73,7 +73,7 @@ class Method(ABC):
             raise OptionError(f"{self.name} is for {' and '.join(self.tasks)}, not for {self._likelihood.task}.")
         choice("outputs_are", outputs_are, KINDS)
         self.outputs_are = outputs_are
-        self.device = torch.device(device) if device is not None else None
+        self.device = known_device(device)
         self.layer = layer
         self.backbone = Backbone(model, layer, self.device) if model is not None else None
         self._width: tuple[int, ...] | None = None  # of one row of outputs, once fitted
@@ -106,6 +106,7 @@ class Method(ABC):
         num_data = integer("num_data", num_data, 1) if num_data is not None else None
         if resume and checkpoint is None:
             raise OptionError("resume=True goes on from a checkpoint: name its folder with checkpoint=....")
+        data, val = opened(data), opened(val)
         self._check_data(data)
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
@@ -231,6 +232,17 @@ class Method(ABC):
     ) -> Self:
         """A saved head to predict with, and the network it was fitted on (or none: it then predicts from `Outputs`).
         What only `fit` needs, such as given inducing points, is not in the file."""
+        with torch.inference_mode(False):  # what is loaded inside it would not be of use outside
+            return cls._load(path, model, device, extra)
+
+    @classmethod
+    def _load(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module | Callable[..., Any] | None,
+        device: str | torch.device | None,
+        extra: dict[str, Any],
+    ) -> Self:
         tensors, config = read_head(path, cls.name)
         found = fingerprint(model) if isinstance(model, nn.Module) else None
         if found is not None and config["network"] is not None and found != config["network"]:
@@ -371,6 +383,19 @@ class Method(ABC):
 def first_values(part: nn.Module) -> dict[str, Any]:
     """Where a part's parameters start, and whether they move."""
     return {name: [p.tolist(), "learnt" if p.requires_grad else "fixed"] for name, p in part.named_parameters()}
+
+
+def known_device(device: str | torch.device | None) -> torch.device | None:
+    """A device that is there, or an error before any work."""
+    try:
+        found = torch.device(device) if device is not None else None
+    except RuntimeError as error:
+        raise OptionError(f"Expected a device such as cpu, cuda or cuda:1, got {device!r}.") from error
+    if found is not None and found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise OptionError(
+            f"Expected a device that is there, got {device}: torch sees {torch.cuda.device_count()} GPUs."
+        )
+    return found
 
 
 def opened(data: Any) -> Any:

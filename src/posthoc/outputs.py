@@ -83,8 +83,13 @@ class Outputs:
         return self._map(lambda part: part.pin_memory())
 
     def spread(self, most: int) -> Outputs:
-        """At most so many rows, evenly spaced over all: enough to take units from, however many there are."""
-        return self if len(self) <= most else self[:: -(-len(self) // most)]
+        """At most so many rows from all over: enough to take units from, however many there are. One at random from
+        each stretch, so that what repeats itself in the data is not met at the same place every time."""
+        if len(self) <= most:
+            return self
+        draws = torch.rand(most, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        rows = ((torch.arange(most) + draws) * (len(self) / most)).long().clamp_max(len(self) - 1)
+        return self[rows.to(self.outputs.device)]
 
     @property
     def nbytes(self) -> int:

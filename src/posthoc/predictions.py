@@ -43,7 +43,7 @@ def columns(part: Predictive, first: int) -> Columns:
         table["entropy"] = part.entropy().numpy()
         table["std"] = part.std.gather(-1, label[:, None]).squeeze(-1).numpy()
         return table
-    for name, values in (("mean", part.mean.float()), ("std", part.std)):
+    for name, values in (("mean", part.mean.to(part.std.dtype)), ("std", part.std)):
         table[name] = (values.squeeze(-1) if values.ndim == 2 and values.shape[1] == 1 else values).numpy()
     return table
 

@@ -2,82 +2,96 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Stillness"]
+__all__ = ["LOCK", "still", "version"]
 
-KEPT = 2**24
-"""Up to so many bytes of copies are kept from one run to the next."""
-
-
-class Kept(NamedTuple):
-    """A buffer, where it belongs, and a copy of its value at a version."""
-
-    part: nn.Module
-    name: str
-    buffer: Tensor
-    version: int
-    copy: Tensor
+LOCK = threading.RLock()
+RUNNING: WeakKeyDictionary[nn.Module, State] = WeakKeyDictionary()
+"""The networks that someone runs now: several may, in turns or in threads, and the last one puts things back."""
 
 
-class Stillness:
-    """Runs a module in eval mode and puts back what that changed. Copies of buffers stay valid as long as the buffers'
-    versions do, so that a second run copies nothing."""
+@contextmanager
+def still(module: nn.Module | None) -> Iterator[None]:
+    """Eval mode inside; outside, every training flag and buffer as it was."""
+    if module is None:
+        yield
+        return
+    with LOCK:
+        state = RUNNING.get(module)
+        if state is None:
+            state = RUNNING[module] = State(module)
+        state.users += 1
+    try:
+        yield
+    finally:
+        with LOCK:
+            state.users -= 1
+            if not state.users:
+                del RUNNING[module]
+                state.restore()
 
-    def __init__(self, module: nn.Module | None) -> None:
-        self.module = module
-        self.kept: dict[tuple[int, str], Kept] = {}
 
-    @contextmanager
-    def eval(self) -> Iterator[None]:
-        """Eval mode inside; outside, every training flag and buffer as it was."""
-        if self.module is None:
-            yield
-            return
-        parts = all_parts(self.module)
-        training = [part for part in parts if part.training]
-        buffers = self._copies(parts)
-        try:
-            if training:
-                self.module.eval()
-            yield
-        finally:
-            for part in parts:  # a flag is set only where it changed: setting attributes of modules is slow
-                if part.training:
-                    part.training = False
-            for part in training:
-                part.training = True
-            with torch.no_grad():
-                for place, kept in buffers.items():
-                    if kept.part._buffers.get(kept.name) is not kept.buffer:  # forward put another in its place
-                        kept.part._buffers[kept.name] = kept.buffer
-                    if kept.buffer._version != kept.version:
-                        kept.buffer.copy_(kept.copy)
-                        buffers[place] = kept._replace(version=kept.buffer._version)  # the value of the copy again
-            small = sum(kept.copy.nbytes for kept in buffers.values()) <= KEPT
-            self.kept = buffers if small else {}
+class State:
+    """What a module was before it was put into eval mode."""
 
-    def _copies(self, parts: list[nn.Module]) -> dict[tuple[int, str], Kept]:
-        found: dict[tuple[int, str], Kept] = {}
-        for part in parts:
-            for name, buffer in part._buffers.items():
-                if buffer is None:
-                    continue
-                place = id(part), name
-                before = self.kept.get(place)
-                if before is None or before.buffer is not buffer or before.version != buffer._version:
-                    before = Kept(part, name, buffer, buffer._version, buffer.detach().clone())
-                found[place] = before
-        return found
+    def __init__(self, module: nn.Module) -> None:
+        self.users = 0
+        self.parts = all_parts(module)
+        self.training = [part for part in self.parts if part.training]
+        places = [(part, name, buffer) for part in self.parts for name, buffer in part._buffers.items()]
+        self.empty = [(part, name) for part, name, buffer in places if buffer is None]
+        self.places = [(part, name, buffer) for part, name, buffer in places if buffer is not None]
+        self.copies = copies([buffer for *_, buffer in self.places])
+        self.versions = [version(buffer) for *_, buffer in self.places]
+        if self.training:
+            module.eval()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for part in self.parts:  # a flag is set only where it changed: setting attributes of modules is slow
+            if part.training:
+                part.training = False
+        for part in self.training:
+            part.training = True
+        for part, name in self.empty:
+            if part._buffers[name] is not None:
+                part._buffers[name] = None
+        for (part, name, buffer), copy, before in zip(self.places, self.copies, self.versions, strict=True):
+            if part._buffers[name] is not buffer:  # forward put another in its place
+                part._buffers[name] = buffer
+            if version(buffer) != before:
+                buffer.copy_(copy)
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written to; tensors of inference mode do not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+@torch.no_grad()
+def copies(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of all: of the plain ones in a few kernels, since a prediction on a GPU waits for them."""
+    found: dict[int, Tensor] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.layout == torch.strided and not tensor.is_quantized and tensor.dtype != torch.bool:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(i)
+        else:
+            found[i] = tensor.detach().clone()
+    for group in groups.values():
+        found |= zip(group, torch._foreach_mul([tensors[i].detach() for i in group], 1), strict=True)
+    return [found[i] for i in range(len(tensors))]
 
 
 def all_parts(module: nn.Module) -> list[nn.Module]:
-    """`list(module.modules())`, in a tenth of the time: a prediction waits for it."""
+    """`list(module.modules())`, in a third of the time: a prediction waits for it."""
     found = {id(module): module}
     ahead = [module]
     while ahead:

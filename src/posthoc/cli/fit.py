@@ -57,7 +57,9 @@ def fit(
     method: Annotated[str, typer.Option(help="fmgp, map (the bare predictor) or temperature.")] = "fmgp",
     config: Annotated[Path | None, typer.Option(help="The method's options, as TOML.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="One of them: --set steps=2000.")] = None,
-    outputs_are: Annotated[Kind, typer.Option(help="What a classifier's outputs are.")] = Kind.logits,
+    outputs_are: Annotated[
+        Kind | None, typer.Option(help="What a classifier's outputs are.", show_default="logits")
+    ] = None,
     num_data: Annotated[int | None, typer.Option(help="How many points the data stand for, if not their own.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
     device: Device = None,
@@ -75,8 +77,10 @@ def fit(
     With several processes: torchrun --nproc-per-node=2 -m posthoc fit ... Inducing points, which the head holds, may be
     rows of your data or close to them.
     """
-    refuse(out, force)
-    options = {"outputs_are": outputs_are.value, **read_config(config, set_ or [])}
+    refuse(out, force or resume)  # a run that is resumed after its end writes the same head again
+    options = read_config(config, set_ or [])
+    if outputs_are is not None:
+        options["outputs_are"] = outputs_are.value
     if seed is not None:
         options["seed"] = seed
     from posthoc.training.ranks import distributed
@@ -107,7 +111,10 @@ def build(name: str, task: str, options: dict[str, Any], device: str | None) -> 
     from posthoc.methods import method_named
 
     options = dict(options)
-    likelihood = make_likelihood({"type": task, **options.pop("likelihood", {})})
+    table = options.pop("likelihood", {})
+    if not isinstance(table, dict) or "type" in table:
+        raise OptionError("Expected [likelihood] to be a table of options, and the task to come from --task.")
+    likelihood = make_likelihood({"type": task, **table})
     if isinstance(options.get("kernel"), dict | str):
         spec = options["kernel"]
         options["kernel"] = kernel_from_spec({"type": spec} if isinstance(spec, str) else spec)

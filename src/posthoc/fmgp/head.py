@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posthoc.errors import DataError
 from posthoc.files import check_shapes
 from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.novelty import Novelty
@@ -20,6 +21,7 @@ from posthoc.latent import Latent, Widened
 from posthoc.likelihoods import Categorical, Likelihood
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive
+from posthoc.stillness import version
 
 __all__ = ["Head"]
 
@@ -45,7 +47,7 @@ class Head(nn.Module):
 
     def prepared(self) -> Tensor:  # (M, M)
         """W, worked out again only when the parameters have changed."""
-        versions = [(p.data_ptr(), p._version) for p in self.process.parameters()]
+        versions = [(p.data_ptr(), version(p)) for p in self.process.parameters()]
         if self._prepared is None or self._prepared[0] != versions:
             self._prepared = versions, self.process.prepare().detach()
         return self._prepared[1]
@@ -58,8 +60,12 @@ class Head(nn.Module):
     def latent(self, outputs: Outputs, w: Tensor) -> Latent:
         """The latent Gaussian at some rows."""
         latent = self.process.latent(self.coordinates.points(outputs), w)
-        if self.novelty is None or outputs.features is None:
+        if self.novelty is None:
             return latent
+        if outputs.features is None or outputs.features.shape[1] != len(self.novelty.location):
+            found = "none" if outputs.features is None else str(outputs.features.shape[1])
+            width = len(self.novelty.location)
+            raise DataError(f"Expected features of width {width} as in fit, which novelty looks at, got {found}.")
         return Widened(latent, self.novelty(outputs.features.to(self.device)))
 
     @torch.no_grad()

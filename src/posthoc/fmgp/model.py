@@ -50,8 +50,6 @@ KEPT_AWAY = 2**30
 """Outputs of more bytes stay in their file or in the host's memory, if a fit reads only some of them."""
 RECIPE = ("variance", "num_inducing", "alpha", "layer", "outputs_are", "standardize", "output_rank", "kl", "novelty")
 """Options that decide the numbers of a fit, beside those of training."""
-NOVELTY = 0.5
-"""How much the variance of a classifier grows away from the data, by default."""
 START = 1.0
 """L starts at so many times the identity, as in the paper; at zero it would stay."""
 
@@ -73,8 +71,8 @@ class FMGP(Method):
     standardize: whether kernels see coordinates with zero mean and unit spread.
     output_rank: the rank of B; by default full for few outputs and 8 for many.
     kl: with a shared variance, "copies" counts the KL of every output's copy, "once" of one (a tempered posterior).
-    novelty: how much a classifier's variance grows away from the features of the fit, in units of its typical size;
-        by default 0.5 with the default kernel, and 0 (the paper's) with one of your own.
+    novelty: how much a classifier's variance grows away from the features of the fit, in units of its typical size: 0.5
+        finds data from elsewhere much better, but makes rare classes less sure where there are few features.
     cache: whether the network is run once over the data; False runs it at every step (for random augmentation).
     outputs_are: what the classifier's outputs are: "logits", "log-probs" or "probs"; a single one is of class 1 of two.
     steps, batch_size, lr, seed, eval_every, patience, progress: see `posthoc.training.Training`.
@@ -97,7 +95,7 @@ class FMGP(Method):
         standardize: bool = True,
         output_rank: int | None = None,
         kl: Literal["copies", "once"] = "copies",
-        novelty: float | None = None,
+        novelty: float = 0.0,
         cache: bool = True,
         outputs_are: str = "logits",
         device: str | torch.device | None = None,
@@ -125,8 +123,6 @@ class FMGP(Method):
         self.num_inducing = integer("num_inducing", num_inducing, 1)
         self.output_rank = integer("output_rank", output_rank, 1) if output_rank is not None else None
         self.alpha, self.standardize, self.kl, self.cache = float(alpha), standardize, kl, cache
-        if novelty is None:
-            novelty = NOVELTY if kernel is None else 0.0
         if not isinstance(novelty, SupportsFloat) or not (0.0 <= float(novelty) < math.inf):
             raise OptionError(f"Expected novelty to be a number of at least 0, got {novelty!r}.")
         self.novelty = float(novelty)
@@ -288,10 +284,12 @@ class FMGP(Method):
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
         if fitted:
-            spaces: set[str | None] = set(known(self.head).coordinates.spaces)
+            spaces: set[str | None] = set(known(self.head).reads())
         else:
             layered = self.backbone is not None and self.backbone.has_features
             spaces = {space or ("features" if layered else "inputs") for space in self._kernel.spaces() or {None}}
+            if self.novelty and layered:
+                spaces.add("features")
             if "features" in spaces and self.backbone is not None and not layered:
                 raise LayerError(
                     "Expected a model with a layer to take features from, for this kernel; found none. Name one with "

@@ -20,6 +20,8 @@ ROWS_A_DIRECTION = 20
 MOST_DIRECTIONS = 128
 """The rest are given one spread together."""
 FEWEST_ROWS = 100
+MOST_ROWS = 1024
+"""Wider features than this have their directions taken from so many rows."""
 
 
 class Novelty(nn.Module):
@@ -42,15 +44,15 @@ class Novelty(nn.Module):
 
     @classmethod
     def of(cls, features: Tensor) -> Novelty | None:
-        """Distances from every other row, and the threshold from the rows between: those that shape a distance are
-        closer than new ones. None where there are too few rows to know any, or all are alike."""
+        """Distances from one half of the rows, and the threshold from the other: those that shape a distance are closer
+        than new ones. None where there are too few rows to know any, or all are alike."""
         if len(features) < FEWEST_ROWS:
             return None
-        shaping, others = direction(features[::2]), features[1::2]
+        order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0)).to(features.device)
+        shaping, others = direction(features[order[::2]]), features[order[1::2]]
         width, rows = features.shape[1], len(shaping)
         location = shaping.mean(0)
-        centred = shaping - location
-        variances, vectors = torch.linalg.eigh(centred.mT @ centred / rows)
+        variances, vectors = principal(shaping - location)
         if float(variances[-1]) <= 1e-20:  # lengths are 1: all point the same way
             return None
         count = max(1, min(width, rows // ROWS_A_DIRECTION, MOST_DIRECTIONS))
@@ -59,7 +61,8 @@ class Novelty(nn.Module):
         novelty.location = location
         novelty.basis, novelty.spread = vectors[:, -count:].contiguous(), variances[-count:].clamp_min(floor)
         if count < width:
-            novelty.rest = variances[:-count].mean().clamp_min(floor)
+            total = (shaping - location).square().sum() / rows
+            novelty.rest = ((total - variances[-count:].sum()) / (width - count)).clamp_min(floor)
         novelty.threshold = torch.quantile(novelty.distance(others), QUANTILE)
         return novelty
 
@@ -73,6 +76,18 @@ class Novelty(nn.Module):
     def forward(self, features: Tensor) -> Tensor:  # (N,)
         excess = (self.distance(features) / self.threshold - 1.0).clamp_min(0.0)
         return self.strength * excess.square()
+
+
+def principal(centred: Tensor) -> tuple[Tensor, Tensor]:
+    """Variances along orthonormal directions, in rising order, and these as columns: from whichever is smaller, the
+    covariance of the columns or the products of (at most so many) rows."""
+    rows, width = centred.shape
+    if width <= min(rows, MOST_ROWS):
+        variances, vectors = torch.linalg.eigh(centred.mT @ centred / rows)
+        return variances, vectors
+    some = centred[:MOST_ROWS]
+    variances, left = torch.linalg.eigh(some @ some.mT / len(some))
+    return variances.clamp_min(0.0), F.normalize(some.mT @ left, dim=0)
 
 
 def direction(features: Tensor) -> Tensor:

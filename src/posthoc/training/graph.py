@@ -34,6 +34,10 @@ class GraphSteps:
         return on_gpu and source.fixed and ranks.alone and generator is None
 
     def run(self, block: Block, lrs: list[float]) -> list[float]:
+        with torch.cuda.device(self.plain.flat.values[0].device):
+            return self._run(block, lrs)
+
+    def _run(self, block: Block, lrs: list[float]) -> list[float]:
         before = self.plain.flat.snapshot()
         if self.graph is None:
             self._capture(block, lrs)

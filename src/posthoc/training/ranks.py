@@ -75,7 +75,7 @@ def peers() -> Iterator[None]:
     """Says in words that another process has gone."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise TrainingError(
             f"Lost touch with another process of this run ({str(error).splitlines()[0]}): it has failed or was killed. "
             "See what it printed, and start all of them again; with --checkpoint and --resume they go on from there."
@@ -85,7 +85,8 @@ def peers() -> Iterator[None]:
 @contextmanager
 def distributed(device: str | None) -> Iterator[Ranks]:
     """Joins the processes that `torchrun` started, if it did: NCCL between GPUs, gloo between CPUs."""
-    if "WORLD_SIZE" not in os.environ or dist.is_initialized():
+    together = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ  # some clusters set one of them
+    if not together or dist.is_initialized():
         yield Ranks()
         return
     cuda = device is not None and torch.device(device).type == "cuda"
