@@ -364,6 +364,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GraphSteps, "_step", step)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda: idle)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: idle)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from posthoc.batches import Batch, as_tensor, move, read_batch
 from posthoc.checks import require_finite
 from posthoc.errors import DataError, LayerError
-from posthoc.stillness import LOCK, still
+from posthoc.stillness import still, turn
 
 __all__ = ["Backbone", "Reading", "fingerprint", "settled"]
 
@@ -95,12 +94,13 @@ class Backbone:
 
         def run(raw: Any) -> Reading:
             nonlocal seen
-            with torch.no_grad():
+            # One thread at a time: hooks are the network's, and must not see another's batch.
+            with turn(self.module), self._listening(captured, features), torch.no_grad():
                 reading = self._run(raw, captured, features=features and self.has_features, inputs=inputs, seen=seen)
             seen += len(reading.outputs)
             return reading
 
-        with still(self.module), self._listening(captured, features):
+        with still(self.module):
             yield run
 
     @contextmanager
@@ -108,30 +108,23 @@ class Backbone:
         if not features or self.module is None or self.layer is None:
             yield
             return
-        part, owner = self.module.get_submodule(self.layer), threading.get_ident()
+        part = self.module.get_submodule(self.layer)
 
         # Copies, since a later layer may work in place on what this one gave or took.
         def keep_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if threading.get_ident() != owner:  # another thread runs the same network
-                return
             captured[:] = [first_tensor(args or tuple(kwargs.values())).clone()]
 
         def keep_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if threading.get_ident() != owner:
-                return
             captured[:] = [first_tensor(output).clone()]
 
         if self.takes_input:
-            with LOCK:
-                handle = part.register_forward_pre_hook(keep_input, with_kwargs=True)
+            handle = part.register_forward_pre_hook(keep_input, with_kwargs=True)
         else:
-            with LOCK:
-                handle = part.register_forward_hook(keep_output)
+            handle = part.register_forward_hook(keep_output)
         try:
             yield
         finally:
-            with LOCK:
-                handle.remove()
+            handle.remove()
 
     def _run(self, raw: Any, captured: list[Tensor], *, features: bool, inputs: bool, seen: int) -> Reading:
         batch = read_batch(raw)

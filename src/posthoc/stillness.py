@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LOCK", "still", "version"]
+__all__ = ["still", "turn", "version"]
 
 LOCK = threading.RLock()
 RUNNING: WeakKeyDictionary[nn.Module, State] = WeakKeyDictionary()
@@ -36,6 +36,21 @@ def still(module: nn.Module | None) -> Iterator[None]:
             if not state.users:
                 del RUNNING[module]
                 state.restore()
+
+
+TURNS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
+@contextmanager
+def turn(module: nn.Module | None) -> Iterator[None]:
+    """Waits until no other thread runs the module."""
+    if module is None:
+        yield
+        return
+    with LOCK:
+        lock = TURNS.setdefault(module, threading.RLock())
+    with lock:
+        yield
 
 
 class State:

@@ -85,8 +85,8 @@ def peers() -> Iterator[None]:
 @contextmanager
 def distributed(device: str | None) -> Iterator[Ranks]:
     """Joins the processes that `torchrun` started, if it did: NCCL between GPUs, gloo between CPUs."""
-    together = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ  # some clusters set one of them
-    if not together or dist.is_initialized():
+    started = {"WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()  # some clusters set one of them
+    if not started or dist.is_initialized():
         yield Ranks()
         return
     cuda = device is not None and torch.device(device).type == "cuda"
