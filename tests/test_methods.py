@@ -128,7 +128,7 @@ def test_temperature_does_not_depend_on_how_rows_are_read(monkeypatch):
 
 
 def test_a_network_that_is_always_right_or_never_is_told():
-    logits = torch.eye(3).repeat(10, 1)
+    logits = 2.0 * torch.eye(3).repeat(10, 1)
     with pytest.warns(PosthocWarning, match="all right on these data, so the temperature was limited to 0.001"):
         Temperature(None, "classification").fit(Outputs(logits, logits.argmax(-1)))
     with pytest.warns(PosthocWarning, match="no better than chance"):
@@ -173,3 +173,12 @@ def test_one_logit_is_of_the_second_class(shape):
     assert torch.equal(one.probs, two.probs)
     p = Temperature(None, "classification", outputs_are="probs").fit(Outputs(z.sigmoid().reshape(shape), y))
     torch.testing.assert_close(p.predict(Outputs(z.sigmoid().reshape(shape))).probs, two.probs)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_probabilities_taken_for_logits_are_doubted(columns):
+    p = torch.rand(50, columns, generator=G().manual_seed(0))
+    outputs = Outputs(p if columns == 1 else p.log().softmax(-1), labels(50, max(2, columns)))
+    with pytest.warns(PosthocWarning, match="look like probabilities and are taken for logits"):
+        MAP(None, "classification").fit(outputs)
+    MAP(None, "classification", outputs_are="probs").fit(outputs)

@@ -263,3 +263,9 @@ def test_columns_are_only_for_tables(form: str, tmp_path: Path) -> None:
     save_outputs(some(), tmp_path / f"data{form}")
     with pytest.raises(OptionError, match="Expected a Parquet or CSV table to take columns from"):
         open_outputs(tmp_path / f"data{form}", columns={"outputs": "outputs"})
+
+
+def test_numbered_columns_come_by_their_numbers(tmp_path: Path) -> None:
+    names = ["z_0", "z_1", "z_10", "z_11", "z_2"]
+    (tmp_path / "t.csv").write_text(",".join([*names, "y"]) + "\n" + "0,1,10,11,2,0\n")
+    assert open_outputs(tmp_path / "t.csv", columns={"outputs": "z_*"}).outputs.tolist() == [[0, 1, 2, 10, 11]]

@@ -326,7 +326,22 @@ class Method(ABC):
             outputs = collect(self._require_backbone(data), data, features=features, inputs=inputs)
         if not len(outputs):
             raise DataError("Expected at least one data point, got none.")
+        self._doubt(outputs.outputs)
         return self._checked(self._as_logits(outputs), targets=targets)
+
+    def _doubt(self, said: Tensor) -> None:
+        """Warns of what look like probabilities where logits are expected."""
+        if self._likelihood.task != "classification" or self.outputs_are != "logits" or said.ndim > 2:
+            return
+        some = said[:1024].double().reshape(min(len(said), 1024), -1)
+        sums = some.sum(-1) if some.shape[1] > 1 else torch.ones_like(some[:, 0])
+        if bool(((some >= 0.0) & (some <= 1.0)).all()) and bool(((sums - 1.0).abs() < 1e-3).all()):
+            warnings.warn(
+                'These outputs look like probabilities and are taken for logits: say outputs_are="probs" '
+                "(--outputs-are probs) if they are.",
+                PosthocWarning,
+                stacklevel=5,
+            )
 
     def _as_logits(self, outputs: Outputs) -> Outputs:
         """A classifier's outputs as logits, be they probabilities or a single logit for two classes."""

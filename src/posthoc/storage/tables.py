@@ -26,6 +26,15 @@ LINES_AT_ONCE = 10_000
 NAMES_SHOWN = 40
 
 
+def in_order(names: list[str]) -> list[str]:
+    """Columns that are numbered (logit_0, logit_1, …) by their numbers, others as they stand in the file."""
+    numbers = [re.fullmatch(r"(.*?)(\d+)", name) for name in names]
+    prefixes = {found[1] for found in numbers if found}
+    if None in numbers or len(prefixes) != 1:
+        return names
+    return sorted(names, key=lambda name: int(name[len(next(iter(prefixes))) :]))
+
+
 class Choice(NamedTuple):
     """The columns that make up an array."""
 
@@ -68,7 +77,7 @@ def by_name(path: Path, there: list[str], columns: Columns) -> dict[str, Choice]
         patterns = [asked] if isinstance(asked, str) else list(asked)
         found: list[str] = []
         for pattern in patterns:
-            matching = [pattern] if pattern in there else [c for c in there if fnmatchcase(c, pattern)]
+            matching = [pattern] if pattern in there else in_order([c for c in there if fnmatchcase(c, pattern)])
             if not matching:
                 raise OptionError(
                     f"Expected a column of {path} for {name}, got {pattern!r}. The columns are: {listed(there)}."
