@@ -27,7 +27,8 @@ def open_outputs(path: str | os.PathLike[str], *, columns: Columns | None = None
 
     The path may end in a range of rows: `test.npz[:5000]`, `test.npz[5000:]`. `columns` says which columns of a table
     hold what: `{"outputs": ["p_cat", "p_dog"], "targets": "label"}`; a pattern such as `logit_*` stands for all that
-    match it, numbered ones by number, others in the order of the file. One name gives an array of shape (N,), a list or a pattern one of (N, C).
+    match it, numbered ones by number, others in the order of the file. One name gives an array of shape (N,), a list or
+    a pattern one of (N, C).
 
     A file is read and checked whole, and its half-precision numbers become float32. A folder is mapped: its numbers
     stay on the disk, of the type they have there, and were checked when they were written.
