@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posthoc.errors import DataError, OptionError
 
-__all__ = ["as_rows", "choice", "class_labels", "integer", "regression_targets", "require_finite"]
+__all__ = ["as_rows", "choice", "class_labels", "integer", "known_device", "regression_targets", "require_finite"]
 
 
 def regression_targets(y: Any, mean: Tensor) -> Tensor:
@@ -94,3 +94,16 @@ def choice(name: str, value: Any, options: tuple[str, ...]) -> None:
     """Refuses a value that is none of the options."""
     if value not in options:
         raise OptionError(f"Expected {name} to be one of {', '.join(map(repr, options))}, got {value!r}.")
+
+
+def known_device(device: str | torch.device | None) -> torch.device | None:
+    """A device that is there, or an error before any work."""
+    try:
+        found = torch.device(device) if device is not None else None
+    except RuntimeError as error:
+        raise OptionError(f"Expected a device such as cpu, cuda or cuda:1, got {device!r}.") from error
+    if found is not None and found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise OptionError(
+            f"Expected a device that is there, got {device}: torch sees {torch.cuda.device_count()} GPUs."
+        )
+    return found

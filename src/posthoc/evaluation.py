@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from posthoc.errors import DataError, OptionError
-from posthoc.method import Method, opened
+from posthoc.method import Method
 from posthoc.methods.map import MAP
 from posthoc.metrics import Scores
 from posthoc.outputs import Outputs
+from posthoc.storage import opened
 
 __all__ = ["evaluate", "scores"]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from posthoc.backbone import Backbone, fingerprint, settled
 from posthoc.batches import as_tensor, is_array, is_arrays, iterate
-from posthoc.checks import choice, integer
+from posthoc.checks import choice, integer, known_device
 from posthoc.conformal import Conformal, Score
 from posthoc.errors import DataError, FileError, NotFittedError, OptionError, PosthocWarning
 from posthoc.files import read_head, write_head
@@ -26,9 +26,10 @@ from posthoc.likelihoods import Likelihood, make_likelihood
 from posthoc.logits import KINDS, as_logits
 from posthoc.outputs import Outputs, collect, read
 from posthoc.predictive import Predictive
+from posthoc.storage import opened
 from posthoc.training import Checkpoint
 
-__all__ = ["Job", "Method", "first_values", "opened"]
+__all__ = ["Job", "Method", "first_values"]
 
 CHUNK = 1024
 """Rows predicted at a time, and rows of a dataset run at a time,"""
@@ -398,25 +399,3 @@ class Method(ABC):
 def first_values(part: nn.Module) -> dict[str, Any]:
     """Where a part's parameters start, and whether they move."""
     return {name: [p.tolist(), "learnt" if p.requires_grad else "fixed"] for name, p in part.named_parameters()}
-
-
-def known_device(device: str | torch.device | None) -> torch.device | None:
-    """A device that is there, or an error before any work."""
-    try:
-        found = torch.device(device) if device is not None else None
-    except RuntimeError as error:
-        raise OptionError(f"Expected a device such as cpu, cuda or cuda:1, got {device!r}.") from error
-    if found is not None and found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise OptionError(
-            f"Expected a device that is there, got {device}: torch sees {torch.cuda.device_count()} GPUs."
-        )
-    return found
-
-
-def opened(data: Any) -> Any:
-    """Data as they are, or the outputs in the file whose path was given."""
-    if not isinstance(data, str | os.PathLike):
-        return data
-    from posthoc.storage import open_outputs
-
-    return open_outputs(data)

@@ -16,7 +16,7 @@ from posthoc.storage.arrays import read_npz, read_safetensors
 from posthoc.storage.folder import Manifest, open_folder
 from posthoc.storage.tables import Columns, read_csv, read_parquet
 
-__all__ = ["open_outputs", "read_identity"]
+__all__ = ["open_outputs", "opened", "read_identity"]
 
 ARRAYS: dict[str, Callable[[Path], dict[str, Tensor]]] = {".npz": read_npz, ".safetensors": read_safetensors}
 TABLES: dict[str, Callable[[Path, Columns | None], dict[str, Tensor]]] = {"Parquet": read_parquet, "CSV": read_csv}
@@ -52,6 +52,11 @@ def open_outputs(path: str | os.PathLike[str], *, columns: Columns | None = None
     some = require_rows(outputs[rows], path, len(outputs))
     # Copies, so that the other rows need not stay in memory.
     return Outputs.trusted(**{name: getattr(some, name).clone() for name in tensors})
+
+
+def opened(data: Any) -> Any:
+    """Data as they are, or the outputs in the file whose path was given."""
+    return open_outputs(data) if isinstance(data, str | os.PathLike) else data
 
 
 def read_identity(path: str | os.PathLike[str]) -> dict[str, Any]:
