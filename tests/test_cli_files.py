@@ -199,3 +199,11 @@ def test_errors_and_warnings_are_one_line_each(folder: Path) -> None:
     assert failed.stderr.splitlines() == [
         "posthoc: Expected a new file to write, found h there already: use --force, or another."
     ]
+
+
+def test_large_means_keep_their_digits(folder: Path) -> None:
+    y = 1.7e9 + np.arange(40.0)
+    np.savez(folder / "large.npz", outputs=y, targets=y + np.random.default_rng(0).normal(size=40), inputs=y[:, None])
+    posthoc("fit", "large.npz", "--task", "regression", "-o", "h", "--method", "map")
+    posthoc("predict", "h", "large.npz", "-o", "p.csv")
+    assert [float(row["mean"]) for row in csv.DictReader((folder / "p.csv").open())] == y.tolist()

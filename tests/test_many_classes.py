@@ -287,3 +287,11 @@ def test_ten_thousand_classes_take_less_than_two_gigabytes(form: str, tmp_path: 
     peak = int((tmp_path / "peak").read_text())
     assert 2000 * 10_000 * 4 * 3 < peak < 2 * 10**9  # what is given and what comes back is in it
     assert math.prod([100, 100, 10_000, 8, 3]) > 2 * 10**9  # and a step of the dense form would not be
+
+
+def test_rows_for_units_do_not_meet_what_repeats_itself_at_one_place() -> None:
+    values = torch.arange(4000).double()
+    some = Outputs(values[:, None]).spread(1000).outputs.squeeze(1)
+    assert len(some) == 1000
+    assert torch.equal(some.div(4).floor(), torch.arange(1000).double())  # one from every stretch of four
+    assert {int(place) for place in some % 4} == {0, 1, 2, 3}
