@@ -59,6 +59,12 @@ class Method(ABC):
 
     name: ClassVar[str]
     tasks: ClassVar[tuple[str, ...]] = ("regression", "classification")
+    black_box: ClassVar[bool] = True
+    """Whether outputs are all it needs (else it must have the network)."""
+    fixed_mean: ClassVar[bool] = True
+    """Whether `mean` is the network's own output."""
+    rows_alone: ClassVar[bool] = True
+    """Whether the prediction for a row is the same whatever rows are beside it."""
 
     def __init__(
         self,
@@ -274,7 +280,7 @@ class Method(ABC):
         return {}
 
     @abstractmethod
-    def _predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
+    def _predictor(self, *, covariance: bool) -> Callable[[Any], Predictive]:
         """What turns some rows of outputs into predictions, with what it needs made ready once."""
 
     def _rows_at_once(self) -> int:

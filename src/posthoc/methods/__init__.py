@@ -13,12 +13,26 @@ from posthoc.errors import FileError, OptionError
 from posthoc.files import read_head
 from posthoc.fmgp import FMGP
 from posthoc.method import Method
+from posthoc.methods.dropout import Dropout
 from posthoc.methods.map import MAP
 from posthoc.methods.temperature import Temperature
 
-__all__ = ["MAP", "REGISTRY", "Temperature", "load", "method_named"]
+__all__ = [
+    "MAP",
+    "REGISTRY",
+    "Dropout",
+    "Temperature",
+    "load",
+    "method_named",
+]
 
-REGISTRY: dict[str, type[Method]] = {method.name: method for method in (FMGP, MAP, Temperature)}
+METHODS: tuple[type[Method], ...] = (
+    FMGP,
+    MAP,
+    Temperature,
+    Dropout,
+)
+REGISTRY: dict[str, type[Method]] = {method.name: method for method in METHODS}
 
 
 def method_named(name: str) -> type[Method]:

@@ -1,0 +1,197 @@
+"""What methods share that need the network itself (its parameters, its gradients, or several runs of it)."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from posthoc.backbone import all_finite, first_device, read_outputs
+from posthoc.batches import Batch, is_array, is_arrays, iterate, move, read_batch
+from posthoc.errors import DataError, OptionError
+from posthoc.likelihoods import Likelihood
+from posthoc.logits import as_logits
+from posthoc.method import CHUNK, Method
+from posthoc.outputs import Outputs
+from posthoc.predictive import Predictive
+from posthoc.stillness import still, turn
+from posthoc.storage import opened
+
+__all__ = ["LabelledBatch", "NetworkBatches", "NetworkMethod", "seeded"]
+
+
+class NetworkMethod(Method):
+    """A method that runs an `nn.Module` in a way of its own, so that outputs alone are not enough for it.
+
+    A subclass fits from `job.data`, whose batches `_batches` gives (`job.train` holds the network's outputs on them),
+    and its `_predictor` turns a `Batch` into a `Predictive`. It runs the network with `_answer`.
+    """
+
+    black_box = False
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[..., Any] | None,
+        likelihood: str | Likelihood,
+        *,
+        layer: str | None = None,
+        outputs_are: str = "logits",
+        device: str | torch.device | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            found = "none" if model is None else f"a {type(model).__name__}"
+            raise OptionError(
+                f"{self.name} needs the network itself, an nn.Module, got {found}. "
+                f"The methods that need outputs alone are: {', '.join(black_box_methods())}."
+            )
+        if outputs_are != "logits":
+            raise OptionError(f"{self.name} runs the network for its logits: wrap it so that it returns them.")
+        super().__init__(model, likelihood, layer=layer, device=device)
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's network."""
+        assert self.backbone is not None
+        assert self.backbone.module is not None
+        return self.backbone.module
+
+    @property
+    def module_device(self) -> torch.device | None:
+        """Where the network is."""
+        assert self.backbone is not None
+        return self.backbone.device
+
+    def _check_data(self, data: Any) -> None:
+        if isinstance(data, Outputs):
+            raise DataError(
+                f"{self.name} runs the network: give what it takes (a DataLoader, a pair of arrays), not outputs. "
+                f"The methods that need outputs alone are: {', '.join(black_box_methods())}."
+            )
+        if isinstance(data, Iterator):
+            raise DataError(f"{self.name} reads the data more than once: give a DataLoader or arrays, no iterator.")
+
+    def _batches(self, data: Any, size: int = 256) -> Iterator[Batch]:
+        """The batches of data, on the network's device, their numbers checked."""
+        assert self.backbone is not None
+        seen = 0
+        for raw in iterate(data, size):
+            batch = read_batch(raw)
+            device = self.backbone.device or first_device(batch)
+            args, kwargs = (move(part, device, self.backbone.dtype) for part in (batch.args, batch.kwargs))
+            given = [value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)]
+            all_finite(given, "inputs", seen)
+            seen += len(given[0]) if given and given[0].ndim else 0
+            yield Batch(args, kwargs, move(batch.target, device) if batch.target is not None else None)
+
+    def _answer(self, network: nn.Module, batch: Batch) -> Tensor:  # (N, ...)
+        """What a network says of a batch: logits or regression outputs."""
+        said = read_outputs(network(*batch.args, **batch.kwargs))
+        single = self._likelihood.task == "classification" and said.shape[1:].numel() == 1
+        return as_logits(said, "logits") if single else said
+
+    @torch.no_grad()
+    def _predictions(
+        self, data: Any, *, covariance: bool = False, targets: bool = False
+    ) -> Generator[tuple[Predictive, Outputs]]:
+        self._require_fitted("predict")
+        data = opened(data)
+        self._check_data(data if isinstance(data, Outputs) else None)
+        predict = self._predictor(covariance=covariance)
+        one_batch = not targets and (isinstance(data, Mapping) or is_array(data) or is_arrays(data))
+        with still(self.module):
+            for batch in self._batches([data] if one_batch else data, CHUNK):
+                with turn(self.module):
+                    predictive = predict(batch)
+                all_finite([predictive.mean], "outputs", 0)
+                if not len(predictive):
+                    continue
+                part = Outputs.trusted(outputs=predictive.mean, targets=batch.target)
+                yield predictive, self._fitting(part, targets=targets)
+
+    @abstractmethod
+    def _predictor(self, *, covariance: bool) -> Callable[[Batch], Predictive]:
+        """What turns a batch into predictions; the network is in eval mode, and without gradients, when it runs."""
+
+    def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
+        return False, False
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        model: nn.Module | Callable[..., Any] | None = None,
+        device: str | torch.device | None = None,
+        **extra: Any,
+    ) -> Self:
+        if model is None:
+            raise OptionError(f"{cls.name} predicts with the network it was fitted on: give it, load(path, model=...).")
+        return super().load(path, model=model, device=device, **extra)
+
+
+class LabelledBatch(NamedTuple):
+    """A batch and its checked targets, as the training loop hands it to an objective."""
+
+    batch: Batch
+    target: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> LabelledBatch:
+        """Itself: batches of arbitrary inputs come one by one and are not stacked."""
+        return self
+
+
+class NetworkBatches:
+    """A `Source` of a network method's batches: pass after pass over the data, arrays in a new order every time."""
+
+    ahead, fixed, weight = 1, False, 1.0
+
+    def __init__(self, method: NetworkMethod, data: Any, size: int, seed: int) -> None:
+        self.method, self.data, self.size = method, data, size
+        self.generator = torch.Generator().manual_seed(seed)
+        self.endless = self._endless()
+
+    def block(self, step: int, count: int) -> LabelledBatch:
+        """The next batch; the loop asks for one at a time."""
+        return next(self.endless)
+
+    def _endless(self) -> Iterator[LabelledBatch]:
+        while True:
+            seen = 0
+            for batch in self.method._batches(self._shuffled(), self.size):
+                if batch.target is None:
+                    raise DataError("Expected targets to fit on: batches (x, y), or mappings with labels.")
+                seen += 1
+                yield LabelledBatch(batch, torch.as_tensor(batch.target))
+            if not seen:
+                raise DataError("Expected data in every pass of the loader, got none in the last one.")
+
+    def _shuffled(self) -> Any:
+        data = self.data
+        if isinstance(data, Mapping):
+            rows = len(next(iter(data.values())))
+            order = torch.randperm(rows, generator=self.generator)
+            return {k: v[order.to(v.device) if isinstance(v, Tensor) else order.numpy()] for k, v in data.items()}
+        if is_arrays(data):
+            order = torch.randperm(len(data[0]), generator=self.generator)
+            return tuple(part[order.to(part.device)] for part in map(torch.as_tensor, data))
+        return data  # a loader has an order of its own
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None) -> Iterator[None]:
+    """Global random numbers (dropout's, a loader's shuffling) from this seed inside, and undisturbed outside."""
+    devices = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def black_box_methods() -> list[str]:
+    from posthoc.methods import REGISTRY  # which this module is below
+
+    return sorted(name for name, method in REGISTRY.items() if method.black_box)
