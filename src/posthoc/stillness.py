@@ -63,17 +63,16 @@ class State:
 
     def __init__(self, module: nn.Module) -> None:
         self.users = 0
+        self.module = ref(module)
         self.parts = all_parts(module)
         self.training = [part for part in self.parts if part.training]
-        places = [(part, name, buffer) for part in self.parts for name, buffer in part._buffers.items()]
-        self.empty = [(part, name) for part, name, buffer in places if buffer is None]
-        self.places = [(part, name, buffer) for part, name, buffer in places if buffer is not None]
-        self.module = ref(module)
-        self.versions = [version(buffer) for *_, buffer in self.places]
-        buffers = [buffer for *_, buffer in self.places]
+        self.owners = [part for part in self.parts if part._buffers]
+        self.held = [dict(part._buffers) for part in self.owners]
+        self.buffers = [buffer for held in self.held for buffer in held.values() if buffer is not None]
+        self.versions = versions(self.buffers)
         before = UNWRITTEN.get(module)
-        same = before is not None and before[1] == self.versions and all(map(is_, before[0], buffers))
-        self.copies = before[2] if same and before is not None else copies(buffers)
+        same = before is not None and before[1] == self.versions and all(map(is_, before[0], self.buffers))
+        self.copies = before[2] if same and before is not None else copies(self.buffers)
         if self.training:
             module.eval()
 
@@ -84,19 +83,28 @@ class State:
                 part.training = False
         for part in self.training:
             part.training = True
-        for part, name in self.empty:
-            if part._buffers[name] is not None:
-                part._buffers[name] = None
-        for (part, name, buffer), copy, before in zip(self.places, self.copies, self.versions, strict=True):
-            if part._buffers[name] is not buffer:  # forward put another in its place
-                part._buffers[name] = buffer
-            if version(buffer) != before:
+        for part, held in zip(self.owners, self.held, strict=True):
+            now = part._buffers
+            if len(now) != len(held) or not all(map(is_, now.values(), held.values())):  # forward put others there
+                now.clear()
+                now.update(held)
+        after, module = versions(self.buffers), self.module()
+        if after == self.versions:
+            if module is not None:
+                UNWRITTEN[module] = self.buffers, self.versions, self.copies
+            return
+        for buffer, copy, old, new in zip(self.buffers, self.copies, self.versions, after, strict=True):
+            if old != new:
                 buffer.copy_(copy)
-        buffers, module = [buffer for *_, buffer in self.places], self.module()
-        if module is not None and [version(buffer) for buffer in buffers] == self.versions:
-            UNWRITTEN[module] = buffers, self.versions, self.copies
-        elif module is not None:
+        if module is not None:
             UNWRITTEN.pop(module, None)
+
+
+def versions(tensors: list[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # some are of inference mode
+        return [version(tensor) for tensor in tensors]
 
 
 def version(tensor: Tensor) -> int:
