@@ -7,7 +7,7 @@ BIN := .venv/bin
 demo: .venv/.plots
 	$(BIN)/posthoc demo
 
-test: lint types
+test: lint types .venv/.laplace-torch
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/.dev
@@ -20,6 +20,12 @@ types: .venv/.dev
 # An install is recorded by an empty file named after its extra, and repeated when what it depends on changes.
 .venv/.%: pyproject.toml constraints.txt | .venv/bin/pip
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	touch $@
+
+# What laplace-torch is compared with ours needs, without torchvision, which it asks for and does not use there.
+.venv/.laplace-torch: constraints.txt .venv/.dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt asdfghjkl einops einconv unfoldNd opt_einsum tqdm
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps backpack-for-pytorch curvlinops-for-pytorch laplace-torch
 	touch $@
 
 .venv/bin/pip:

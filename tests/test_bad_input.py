@@ -430,7 +430,7 @@ def test_alpha_other_than_one_is_refused_where_the_training_form_ignores_it(alph
         ({"lr": 0.0}, "positive learning rate, got lr=0.0"),
         ({"lr": math.nan}, "positive learning rate, got lr=nan"),
         ({"patience": 0}, "patience to be an integer of at least 1, got 0"),
-        ({"variance": "diagonal"}, "'auto', 'per_output', 'shared', got 'diagonal'"),
+        ({"variance": "diagonal"}, "'auto', 'per_output', 'shared', 'separable', got 'diagonal'"),
         ({"inducing": "grid"}, "'kmeans', 'random', 'per_class', got 'grid'"),
         ({"inducing": "per_class"}, "needs classes"),
         ({"kl": "twice"}, "'copies', 'once', got 'twice'"),

@@ -14,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from posthoc import FMGP, Outputs
+from posthoc.fmgp import plans
+from posthoc.fmgp.building import RANK
 from posthoc.fmgp.coupled import CoupledLatent, LowRankLatent
 from posthoc.fmgp.coupling import OutputCovariance
-from posthoc.fmgp.model import RANK, TYPICAL
+from posthoc.fmgp.model import TYPICAL
 from posthoc.fmgp.points import AHEAD, VALUES_AHEAD, DrawnBatches
 from posthoc.latent import Latent
 from posthoc.method import AT_ONCE
@@ -28,6 +30,7 @@ from tests.test_checkpoint import end_of, start
 CLASSES, BATCH, M, WIDTH = 2000, 50, 30, 5
 FORMS: dict[str, dict[str, Any]] = {
     "shared": {"variance": "shared"},
+    "separable": {"variance": "separable"},
     "low rank": {"variance": "per_output"},
 }
 FEW_STEPS: dict[str, Any] = {"num_inducing": M, "batch_size": BATCH, "steps": 3}
@@ -228,14 +231,33 @@ def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(
     steps, batch, m = 2 * AHEAD + 7, 20, 10
     outputs = sparse_folder(tmp_path / "outputs", rows)
     with Largest() as seen:
-        FMGP(None, "classification", steps=steps, batch_size=batch, num_inducing=m).fit(outputs)
+        method = FMGP(None, "classification", variance="separable", steps=steps, batch_size=batch, num_inducing=m)
+        method.fit(outputs)
     assert rows_read["steps"] == steps * batch
     kernel, sample, passes = 1000, 2000, 100 * 1000  # its length-scale, where k-means starts, and k-means
     again = steps * batch  # the batches, once more, as points
-    assert (
-        rows_read["all"] <= min(rows, TYPICAL) + kernel + sample + passes + rows_read["steps"] + again + 1024
-    )  # and those that novelty is measured on
+    assert rows_read["all"] <= min(rows, TYPICAL) + kernel + sample + passes + rows_read["steps"] + again
     assert seen.numbers <= max(TYPICAL * WIDTH, 1000 * 1000), seen.shape  # or the pairs of the kernel's sample
+
+
+def test_the_form_of_the_variance_is_chosen_from_some_of_very_many_rows(
+    tmp_path: Path, rows_read: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "MOST", 3000)
+    monkeypatch.setattr(plans, "ENOUGH", 500)
+    looked_at: list[int] = []
+    choose = plans.choose
+
+    def counting(job: Any, *more: Any) -> plans.Decision:
+        before = rows_read["all"]
+        found = choose(job, *more)
+        looked_at.append(rows_read["all"] - before)
+        return found
+
+    monkeypatch.setattr("posthoc.fmgp.model.choose", counting)
+    outputs = sparse_folder(tmp_path / "outputs", 10_000_000)
+    FMGP(None, "classification", steps=3, batch_size=20, num_inducing=5).fit(outputs)
+    assert 3000 < looked_at[0] < 1_000_000
 
 
 # Memory.

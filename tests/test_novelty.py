@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posthoc import FMGP, RBF, DataError, OptionError, Outputs
-from posthoc.fmgp.novelty import QUANTILE, Novelty
+from posthoc.fmgp.novelty import FAR_QUANTILE, NEAR_QUANTILE, Novelty
 from posthoc.latent import IndependentLatent, Widened
 
 G = torch.Generator
@@ -45,13 +45,15 @@ def test_distance_is_mahalanobis_of_the_direction():
 def test_nothing_is_added_within_the_distance_that_most_points_keep():
     novelty = Novelty.of(features())
     assert novelty is not None
-    novelty.strength = torch.tensor(7.0, dtype=torch.float64)
     new = features(4000, seed=2)
-    share = float((novelty(new) == 0).double().mean())
-    assert share == pytest.approx(QUANTILE, abs=4 * math.sqrt(0.16 / 4000) + 4 * math.sqrt(0.16 / 2000))
     d = novelty.distance(new)
-    excess = (d / novelty.threshold - 1.0).clamp_min(0)
-    torch.testing.assert_close(novelty(new), 7.0 * excess**2)
+    for i, (quantile, power) in enumerate(((NEAR_QUANTILE, 0.5), (FAR_QUANTILE, 3.0))):
+        novelty.strengths = 7.0 * torch.nn.functional.one_hot(torch.tensor(i), 2).double()
+        share = float((novelty(new) == 0).double().mean())
+        spread = math.sqrt(quantile * (1 - quantile))
+        assert share == pytest.approx(quantile, abs=4 * spread / math.sqrt(4000) + 4 * spread / math.sqrt(2000))
+        excess = (d / novelty.quantiles[i] - 1.0).clamp_min(0)
+        torch.testing.assert_close(novelty(new), 7.0 * excess**power)
 
 
 def test_length_does_not_matter_and_direction_does():
@@ -59,7 +61,7 @@ def test_length_does_not_matter_and_direction_does():
     assert novelty is not None
     x = features(20, seed=3)
     torch.testing.assert_close(novelty.distance(100.0 * x), novelty.distance(x))
-    assert float(novelty.distance(-x).min()) > 10 * float(novelty.threshold)
+    assert float(novelty.distance(-x).min()) > 10 * float(novelty.quantiles[1])
 
 
 def test_fewer_rows_than_dimensions_do_not_make_everything_new():
@@ -67,8 +69,8 @@ def test_fewer_rows_than_dimensions_do_not_make_everything_new():
     known, new = torch.randn(200, 1000, generator=g), torch.randn(200, 1000, generator=g)
     novelty = Novelty.of(known)
     assert novelty is not None
-    inside = float((novelty.distance(new) <= novelty.threshold).double().mean())
-    assert inside == pytest.approx(QUANTILE, abs=0.15)
+    inside = float((novelty.distance(new) <= novelty.quantiles[1]).double().mean())
+    assert inside == pytest.approx(FAR_QUANTILE, abs=0.15)
     assert Novelty.of(known[:99]) is None
 
 
@@ -94,7 +96,8 @@ def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
     data = classified()
     known, new = classified(300, seed=1), classified(300, seed=1)
     new = Outputs(new.outputs, features=-new.features)
-    wary, plain = (FMGP(None, "classification", steps=20, num_inducing=10, novelty=n).fit(data) for n in (0.5, 0.0))
+    quick = {"variance": "separable", "steps": 20, "num_inducing": 10}
+    wary, plain = (FMGP(None, "classification", novelty=n, **quick).fit(data) for n in (0.5, 0.0))
     near, without = wary.predict(known), plain.predict(known)
     assert float((near.probs == without.probs).all(-1).double().mean()) > 0.6
     assert bool((near.variance >= without.variance).all())
@@ -117,15 +120,15 @@ def test_wide_features_take_their_directions_from_some_rows():
     assert novelty is not None
     identity = torch.eye(novelty.basis.shape[1], dtype=torch.float64)
     torch.testing.assert_close(novelty.basis.mT @ novelty.basis, identity, rtol=0, atol=1e-8)
-    inside = float((novelty.distance(x[2500:]) <= novelty.threshold).double().mean())
-    assert inside == pytest.approx(QUANTILE, abs=0.1)
-    assert float(novelty.distance(torch.randn(50, 1500, generator=g)).min()) > 2 * float(novelty.threshold)
+    inside = float((novelty.distance(x[2500:]) <= novelty.quantiles[1]).double().mean())
+    assert inside == pytest.approx(FAR_QUANTILE, abs=0.1)
+    assert float(novelty.distance(torch.randn(50, 1500, generator=g)).min()) > 2 * float(novelty.quantiles[1])
 
 
-def test_it_is_for_classes_with_features_and_only_where_asked_for():
+def test_it_is_for_classes_with_features():
     data = classified()
     quick = {"steps": 2, "num_inducing": 5}
-    assert FMGP(None, "classification", **quick).fit(data).head.novelty is None
+    assert FMGP(None, "classification", novelty=0.0, **quick).fit(data).head.novelty is None
     reals = Outputs(data.outputs, data.outputs + 1.0, data.features)
     assert FMGP(None, "regression", novelty=0.5, **quick).fit(reals).head.novelty is None
     bare = Outputs(data.outputs, data.targets)

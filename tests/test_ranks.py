@@ -20,7 +20,7 @@ import torch
 from torch import distributed as dist
 
 from posthoc import FMGP, Categorical, PosthocError
-from posthoc.fmgp import model, points
+from posthoc.fmgp import building, points
 from posthoc.storage import save_outputs
 from posthoc.training import Checkpoint, History, Ranks, slice_of
 from posthoc.training.ranks import distributed
@@ -168,7 +168,7 @@ def start_a_little_elsewhere(rank: int, folder: Path) -> None:
     if rank:
         units = points.location_and_scale
         points.location_and_scale = lambda block: (units(block)[0] + 1e-9, units(block)[1])
-        model.START = 1.0 + 1e-9
+        building.START = 1.0 + 1e-9
     FitAndSave("classes")(rank, folder)
 
 

@@ -1,5 +1,6 @@
 """posthoc: honest error bars on any pre-trained neural network."""
 
+from posthoc.compare import Comparison, compare
 from posthoc.conformal import Conformal
 from posthoc.errors import (
     DataError,
@@ -17,7 +18,22 @@ from posthoc.errors import (
 from posthoc.fmgp import FMGP
 from posthoc.kernels import RBF, Constant, Linear, Matern, White
 from posthoc.likelihoods import Categorical, Gaussian
-from posthoc.methods import MAP, Temperature, load
+from posthoc.methods import (
+    ELLA,
+    GP,
+    HMC,
+    MAP,
+    MFVI,
+    SNGP,
+    Dropout,
+    Ensemble,
+    Laplace,
+    LaplaceTorch,
+    Temperature,
+    VaLLA,
+    Vector,
+    load,
+)
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive
 from posthoc.storage import open_outputs, save_outputs
@@ -25,15 +41,25 @@ from posthoc.storage import open_outputs, save_outputs
 __version__ = "0.1.0"
 
 __all__ = [
+    "ELLA",
     "FMGP",
+    "GP",
+    "HMC",
     "MAP",
+    "MFVI",
     "RBF",
+    "SNGP",
     "Categorical",
+    "Comparison",
     "Conformal",
     "Constant",
     "DataError",
+    "Dropout",
+    "Ensemble",
     "FileError",
     "Gaussian",
+    "Laplace",
+    "LaplaceTorch",
     "LayerError",
     "Linear",
     "Matern",
@@ -47,9 +73,12 @@ __all__ = [
     "Predictive",
     "Temperature",
     "TrainingError",
+    "VaLLA",
+    "Vector",
     "White",
     "WrongTaskError",
     "__version__",
+    "compare",
     "load",
     "open_outputs",
     "save_outputs",

@@ -16,10 +16,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from posthoc.augmentation import Augmented
 from posthoc.backbone import Backbone, fingerprint, settled
 from posthoc.batches import as_tensor, is_array, is_arrays, iterate
 from posthoc.checks import choice, integer, known_device
 from posthoc.conformal import Conformal, Score
+from posthoc.doubts import doubt_logits, doubt_memorised
 from posthoc.errors import DataError, FileError, NotFittedError, OptionError, PosthocWarning
 from posthoc.files import read_head, write_head
 from posthoc.likelihoods import Likelihood, make_likelihood
@@ -48,6 +50,8 @@ class Job:
     data: Any
     """What `train` was collected from."""
     checkpoint: Checkpoint | None
+    val_data: Any = None
+    """What `val` was collected from."""
 
 
 class Method(ABC):
@@ -63,6 +67,8 @@ class Method(ABC):
     """Whether outputs are all it needs (else it must have the network)."""
     fixed_mean: ClassVar[bool] = True
     """Whether `mean` is the network's own output."""
+    wants_unseen: ClassVar[bool] = False
+    """Whether it learns from the network's errors, which must then be those on new data."""
     rows_alone: ClassVar[bool] = True
     """Whether the prediction for a row is the same whatever rows are beside it."""
 
@@ -102,18 +108,23 @@ class Method(ABC):
         *,
         val: Any = None,
         num_data: int | None = None,
+        augment: str | Callable[[Tensor], Tensor] | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: int = 200,
         resume: bool = False,
     ) -> Self:
         """Fits on data the network has not memorised: a DataLoader of (x, y) or mappings, a pair of arrays, `Outputs`,
         or the path of a file of them. `val` is for early stopping; `num_data` is the number of points that `data`
-        stands for, if not its own. `checkpoint` names a folder where the state is written every `checkpoint_every`
-        steps; with `resume` a fit that was killed goes on from there to exactly the numbers it would have had."""
+        stands for, if not its own. Where there are only the images that the network was trained on, `augment="crops"`
+        shows it parts of them, and a function of a batch of images whatever it makes of them. `checkpoint` names a
+        folder where the state is written every `checkpoint_every` steps; with `resume` a fit that was killed goes on
+        from there to exactly the numbers it would have had."""
         num_data = integer("num_data", num_data, 1) if num_data is not None else None
         if resume and checkpoint is None:
             raise OptionError("resume=True goes on from a checkpoint: name its folder with checkpoint=....")
         data, val = opened(data), opened(val)
+        if augment is not None:
+            data = Augmented(data, augment)
         self._check_data(data)
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
@@ -135,6 +146,8 @@ class Method(ABC):
                 PosthocWarning,
                 stacklevel=3,
             )
+        if self.wants_unseen:
+            doubt_memorised(train, held_out, self._likelihood.task)
         mark = fingerprint(self.backbone.module) if self.backbone else None
         if checkpoint is not None:
             checkpoint.of(
@@ -148,7 +161,7 @@ class Method(ABC):
                     "network": mark,
                 }
             )
-        self._fit(Job(train, held_out, num_data or len(train), data, checkpoint))
+        self._fit(Job(train, held_out, num_data or len(train), data, checkpoint, val))
         self._width, self._fingerprint = tuple(train.outputs.shape[1:]), mark
         return self
 
@@ -333,22 +346,9 @@ class Method(ABC):
             outputs = collect(self._require_backbone(data), data, features=features, inputs=inputs)
         if not len(outputs):
             raise DataError("Expected at least one data point, got none.")
-        self._doubt(outputs.outputs)
+        if self._likelihood.task == "classification" and self.outputs_are == "logits":
+            doubt_logits(outputs.outputs)
         return self._checked(self._as_logits(outputs), targets=targets)
-
-    def _doubt(self, said: Tensor) -> None:
-        """Warns of what look like probabilities where logits are expected."""
-        if self._likelihood.task != "classification" or self.outputs_are != "logits" or said.ndim > 2:
-            return
-        some = said[:1024].double().reshape(min(len(said), 1024), -1)
-        sums = some.sum(-1) if some.shape[1] > 1 else torch.ones_like(some[:, 0])
-        if bool(((some >= 0.0) & (some <= 1.0)).all()) and bool(((sums - 1.0).abs() < 1e-3).all()):
-            warnings.warn(
-                'These outputs look like probabilities and are taken for logits: say outputs_are="probs" '
-                "(--outputs-are probs) if they are.",
-                PosthocWarning,
-                stacklevel=5,
-            )
 
     def _as_logits(self, outputs: Outputs) -> Outputs:
         """A classifier's outputs as logits, be they probabilities or a single logit for two classes."""

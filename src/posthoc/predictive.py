@@ -193,7 +193,7 @@ class ClassificationPredictive(Predictive):
 
     logit_variance: Tensor  # (N, C)
     log_probs: Tensor  # (N, C)
-    temperature: Tensor  # ()
+    temperature: Tensor  # () or (N, 1)
     keeps_argmax: bool = True  # whether the approximation behind log_probs cannot move the predicted class
     independent: bool = True  # whether logit_variance says everything about the covariance
     logit_covariance: Tensor | None = None  # (N, C, C)

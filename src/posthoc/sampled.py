@@ -19,37 +19,57 @@ def from_draws(
     draws: Tensor,  # (S, N, ...): outputs of S functions, in the user's units
     likelihood: Likelihood,
     *,
-    mean: Tensor | None = None,  # (N, ...), where the method has one of its own, such as the network's
+    covariance: bool = False,
 ) -> Predictive:
     """Classes: probabilities averaged over the draws. Regression: the Gaussian with the draws' mean and variance, and
     the likelihood's noise around it. The draws are kept: `sample` and `mutual_information` use them."""
     dtype = working_dtype(draws)
-    first = draws.transpose(0, 1).double()  # rows first, as in every tensor of a Predictive
-    centre = first.mean(1).to(dtype) if mean is None else mean
-    away = columns(centre).unsqueeze(1) - first.flatten(2)
-    covariance = torch.einsum("nsc,nsd->ncd", away, away) / len(draws)
+    # One draw at a time: all of them in float64, with softmax and squares, would be many times their size.
+    mean = torch.zeros_like(draws[0], dtype=torch.float64)
+    for f in draws:
+        mean += f.double() / len(draws)
+    variance = torch.zeros_like(mean)
+    for f in draws:
+        variance += (f.double() - mean).square() / len(draws)
+    joint = covariances(draws, mean).to(dtype) if covariance else None
+    first = draws.transpose(0, 1).to(dtype)  # rows first, as in every tensor of a Predictive
     if isinstance(likelihood, Categorical):
         temperature = likelihood.temperature.detach()
-        log_p = (first / temperature).log_softmax(-1)
+        log_p = torch.full_like(mean, -math.inf)
+        for f in draws:
+            log_p = torch.logaddexp(log_p, (f.double() / temperature).log_softmax(-1))
         return DrawnClassification(
-            mean=centre,
-            logit_variance=covariance.diagonal(dim1=-2, dim2=-1).to(dtype),
-            log_probs=(log_p.logsumexp(1) - math.log(len(draws))).to(dtype),
+            mean=mean.to(dtype),
+            logit_variance=variance.to(dtype),
+            log_probs=(log_p - math.log(len(draws))).to(dtype),
             temperature=temperature.to(dtype),
             keeps_argmax=False,
             independent=False,
-            logit_covariance=covariance.to(dtype),
-            draws=first.to(dtype),
+            logit_covariance=joint,
+            draws=first,
         )
     assert isinstance(likelihood, Gaussian)
     noise = (likelihood.noise * likelihood.scale.square()).detach()
     return DrawnRegression(
-        mean=centre,
-        latent_variance=covariance.diagonal(dim1=-2, dim2=-1).to(dtype).reshape(centre.shape),
-        noise=noise.expand(len(centre), covariance.shape[-1]).to(dtype).reshape(centre.shape).clone(),
-        latent_covariance=covariance.to(dtype),
-        draws=first.to(dtype),
+        mean=mean.to(dtype),
+        latent_variance=variance.to(dtype),
+        noise=noise.expand(len(mean), mean[0].numel()).to(dtype).reshape(mean.shape).clone(),
+        latent_covariance=joint,
+        draws=first,
     )
+
+
+def covariances(
+    draws: Tensor,  # (S, N, ...)
+    mean: Tensor,  # (N, ...)
+) -> Tensor:  # (N, C, C)
+    """Across the outputs of a point, from one draw to the next."""
+    total: Tensor | float = 0.0
+    for f in draws:
+        away = columns(f.double() - mean)
+        total = total + away[:, :, None] * away[:, None, :] / len(draws)
+    assert isinstance(total, Tensor)
+    return total
 
 
 @dataclass(frozen=True, eq=False)

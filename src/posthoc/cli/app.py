@@ -8,13 +8,22 @@ from typing import Any
 
 import typer
 
-from posthoc.cli import collect, demo, evaluate, fit, predict
+from posthoc.cli import collect, compare, demo, evaluate, fit, predict, reproduce
 from posthoc.errors import PosthocError, PosthocWarning
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (demo.demo, collect.collect, fit.fit, predict.predict, evaluate.evaluate):
+COMMANDS = (
+    demo.demo,
+    collect.collect,
+    fit.fit,
+    predict.predict,
+    evaluate.evaluate,
+    compare.compare,
+    reproduce.reproduce,
+)
+for command in COMMANDS:
     app.command()(command)
 
 

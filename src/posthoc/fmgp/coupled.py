@@ -1,5 +1,8 @@
-"""Outputs coupled by B at each point: V(x) = B k(x, x) - UᵀU, where U's columns, U_c = W K(Z, (x, c)), are what the
-inducing points know of each output. Both classes here give the same V; they differ in what they write out."""
+"""Outputs coupled by B at each point.
+
+Either all share one variance, V(x) = v(x) B, or inducing points belong to outputs: V(x) = B k(x, x) - UᵀU, where U's
+columns, U_c = W K(Z, (x, c)), are what the inducing points know of each output. Two classes give that V; they differ in
+what they write out."""
 
 from __future__ import annotations
 
@@ -10,7 +13,29 @@ from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.covariance import output_covariance
 from posthoc.latent import Latent
 
-__all__ = ["CoupledLatent", "LowRankLatent"]
+__all__ = ["CoupledLatent", "LowRankLatent", "SeparableLatent"]
+
+
+class SeparableLatent(Latent):
+    """V(x) = v(x) B: independent copies of one process, mixed by a root of B."""
+
+    def __init__(
+        self,
+        coupling: OutputCovariance,
+        variance: Tensor,  # (N,)
+    ) -> None:
+        self.coupling, self.v = coupling, variance[:, None]
+
+    @property
+    def variance(self) -> Tensor:
+        return self.v * self.coupling.diagonal()
+
+    def covariance(self) -> Tensor:
+        return self.v[:, :, None] * self.coupling.matrix()
+
+    def difference(self, top: Tensor) -> Tensor:
+        # Where two outputs move together their difference may round to less than nothing.
+        return (self.v * self.coupling.difference(top).clamp_min(0.0)).scatter(-1, top[:, None], 0.0)
 
 
 class CoupledLatent(Latent):

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 __all__ = ["OutputCovariance"]
 
+SMALLEST = 1e-300
+"""The least diagonal of B's factor, squared, whose logarithm is taken."""
+
 
 class OutputCovariance(nn.Module):
     """B, the covariance among the outputs: a full Cholesky factor for few (`rank=None`), low rank + diagonal for many.
@@ -75,3 +78,13 @@ class OutputCovariance(nn.Module):
         factor, diagonal = self.parts()
         product = factor @ factor.mT
         return product if diagonal is None else product + torch.diag(diagonal)
+
+    def divergence(self) -> Tensor:  # ()
+        """KL(N(0, B) | N(0, I)) = ½ (tr B - log|B| - C): how far B is from leaving the outputs alone."""
+        factor, own = self.parts()
+        if own is None:
+            log_det = factor.diagonal().square().clamp_min(SMALLEST).log().sum()
+        else:  # |F Fᵀ + D| = |D| |I + Fᵀ D⁻¹ F|
+            inner = torch.eye(factor.shape[1], dtype=own.dtype, device=own.device) + factor.mT @ (factor / own[:, None])
+            log_det = own.log().sum() + 2.0 * torch.linalg.cholesky_ex(inner).L.diagonal().log().sum()
+        return 0.5 * (self.diagonal().sum() - log_det - self.num_outputs)

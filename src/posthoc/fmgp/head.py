@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from posthoc.errors import DataError
 from posthoc.files import check_shapes
 from posthoc.fmgp.coupling import OutputCovariance
-from posthoc.fmgp.novelty import Novelty
+from posthoc.fmgp.novelty import Novelty, Wariness
 from posthoc.fmgp.points import Coordinates
 from posthoc.fmgp.process import Process
 from posthoc.inducing import Inducing
@@ -20,7 +20,8 @@ from posthoc.kernels import Kernel
 from posthoc.latent import Latent, Widened
 from posthoc.likelihoods import Categorical, Likelihood
 from posthoc.outputs import Outputs
-from posthoc.predictive import Predictive
+from posthoc.predictive import ClassificationPredictive, Predictive
+from posthoc.recalibration import NONE, Recalibration
 from posthoc.stillness import version
 
 __all__ = ["Head"]
@@ -30,10 +31,16 @@ class Head(nn.Module):
     """The process, the coordinates it sees and the likelihood around it, all fitted."""
 
     def __init__(
-        self, process: Process, coordinates: Coordinates, likelihood: Likelihood, novelty: Novelty | None = None
+        self,
+        process: Process,
+        coordinates: Coordinates,
+        likelihood: Likelihood,
+        novelty: Novelty | None = None,
+        recalibration: Recalibration = NONE,
     ) -> None:
         super().__init__()
         self.process, self.coordinates, self.likelihood, self.novelty = process, coordinates, likelihood, novelty
+        self.recalibration = recalibration
         self._prepared: tuple[list[tuple[int, int]], Tensor] | None = None
 
     @property
@@ -55,7 +62,8 @@ class Head(nn.Module):
     def predictive(self, outputs: Outputs, w: Tensor, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows, with W from `process.prepare()`."""
         latent = self.latent(outputs, w)
-        return self.likelihood.predictive(outputs.outputs, latent, covariance=covariance)
+        predictive = self.likelihood.predictive(outputs.outputs, latent, covariance=covariance)
+        return self.recalibration(predictive) if isinstance(predictive, ClassificationPredictive) else predictive
 
     def latent(self, outputs: Outputs, w: Tensor) -> Latent:
         """The latent Gaussian at some rows."""
@@ -69,10 +77,12 @@ class Head(nn.Module):
         return Widened(latent, self.novelty(outputs.features.to(self.device)))
 
     @torch.no_grad()
-    def grow_wary(self, typical: Outputs, strength: float) -> None:
+    def grow_wary(self, typical: Outputs, wariness: Wariness) -> None:
         """Adds variance away from the features of typical rows, in units of the squared scale that logits are divided
-        by there; where there are no features, or too few rows, it stays as it is."""
-        novelty = Novelty.of(typical.features) if typical.features is not None else None
+        by there; where there are no features, or too few rows, it stays as it is. Once wary, only how much changes."""
+        novelty, self.novelty = self.novelty, None
+        if novelty is None and typical.features is not None:
+            novelty = Novelty.of(typical.features)
         if novelty is None:
             return
         assert isinstance(self.likelihood, Categorical)
@@ -80,7 +90,8 @@ class Head(nn.Module):
         apart = self.latent(rows, self.prepared()).difference(rows.outputs.argmax(-1))
         mean = apart.sum() / (len(rows) * (rows.outputs.shape[1] - 1))  # over all but the top output
         # π/16 Var(f_c - f_t) is what is compared with τ²; a variance g more for each output adds 2 g to that Var.
-        novelty.strength = strength * (8.0 / math.pi) * (self.likelihood.temperature.square() + math.pi / 16.0 * mean)
+        unit = (8.0 / math.pi) * (self.likelihood.temperature.square() + math.pi / 16.0 * mean)
+        novelty.strengths = unit * torch.tensor(wariness, dtype=torch.float64, device=self.device)
         self.novelty = novelty
 
     def options(self) -> dict[str, Any]:
@@ -93,6 +104,8 @@ class Head(nn.Module):
             "num_inducing": len(self.process.l_raw),
             "num_outputs": self.process.num_outputs,
             "shared": coupling is None,
+            "separable": self.process.separable,
+            "recalibration": list(self.recalibration),
             "rank": coupling.rank if coupling is not None else None,
             "novelty": list(self.novelty.basis.shape) if self.novelty is not None else None,
         }
@@ -115,10 +128,13 @@ class Head(nn.Module):
         if classes.shape != (m,):  # refused below; until then, any classes of the right number will do
             classes = torch.zeros(m, dtype=torch.long)
         coupling = None if options["shared"] else OutputCovariance(num_outputs, options["rank"])
-        process = Process(kernel, Inducing(blank, classes), num_outputs, coupling, start=0.0)
+        process = Process(
+            kernel, Inducing(blank, classes), num_outputs, coupling, start=0.0, separable=options["separable"]
+        )
         likelihood.start(torch.zeros(1, num_outputs), torch.ones(1, num_outputs))
         novelty = Novelty(*options["novelty"]) if options["novelty"] is not None else None
-        head = cls(process, Coordinates(spaces, options["default_space"]), likelihood, novelty)
+        coordinates = Coordinates(spaces, options["default_space"])
+        head = cls(process, coordinates, likelihood, novelty, Recalibration(*options["recalibration"]))
         check_shapes(path, tensors, {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()})
         head.load_state_dict(tensors)
         return head

@@ -14,20 +14,36 @@ from typing import Any, Literal, Self, SupportsFloat, TypeVar
 import torch
 from torch import Tensor, nn
 
+from posthoc.augmentation import Augmented
 from posthoc.batches import iterate
 from posthoc.checks import choice, integer
 from posthoc.errors import DataError, FileError, LayerError, OptionError
-from posthoc.fmgp.coupling import OutputCovariance
+from posthoc.fmgp.building import Layout, build
 from posthoc.fmgp.head import Head
+from posthoc.fmgp.novelty import Wariness
 from posthoc.fmgp.objective import Objective, TrainingBatch
+from posthoc.fmgp.plans import (
+    AUGMENTED,
+    FEWEST,
+    PRIORS,
+    SCALED,
+    WARINESS,
+    Decision,
+    Plan,
+    Trial,
+    candidates,
+    choose,
+    shortened,
+)
 from posthoc.fmgp.points import Coordinates, DrawnBatches, FreshBatches, PointView
 from posthoc.fmgp.process import Process
-from posthoc.inducing import Inducing, given, kmeans, per_class, random_classes, random_points
-from posthoc.kernels import RBF, Kernel, as_kernel, describe, kernel_from_spec
-from posthoc.likelihoods import Likelihood, make_likelihood
+from posthoc.inducing import Inducing
+from posthoc.kernels import RBF, Constant, Kernel, as_kernel, describe, kernel_from_spec
+from posthoc.likelihoods import Categorical, Likelihood, make_likelihood
 from posthoc.method import Job, Method, first_values
 from posthoc.outputs import Outputs, join
-from posthoc.predictive import Predictive
+from posthoc.predictive import ClassificationPredictive, Predictive
+from posthoc.sharpness import best_inverse
 from posthoc.training import History, Ranks, Source, Training, few_threads, train
 
 __all__ = ["FMGP"]
@@ -37,9 +53,7 @@ T = TypeVar("T")
 SMALL = 2e7
 """Multiplications in a step's largest product, below which threads cost more than they save."""
 FEW_OUTPUTS = 32
-"""Up to so many outputs each has its own variance and B is a full Cholesky factor, by default."""
-RANK = 8
-"""The rank of B, by default, for more."""
+"""Up to so many outputs the covariance among them comes with every prediction."""
 AT_ONCE = 2**24
 """Numbers in the largest tensor of a prediction, rows x outputs x inducing points: 128 MB."""
 TYPICAL = 2**16
@@ -50,8 +64,11 @@ KEPT_AWAY = 2**30
 """Outputs of more bytes stay in their file or in the host's memory, if a fit reads only some of them."""
 RECIPE = ("variance", "num_inducing", "alpha", "layer", "outputs_are", "standardize", "output_rank", "kl", "novelty")
 """Options that decide the numbers of a fit, beside those of training."""
-START = 1.0
-"""L starts at so many times the identity, as in the paper; at zero it would stay."""
+NOTHING = 1e-12
+"""The variance where there is none: that of temperature scaling."""
+CLASSIFIERS = {"steps": 1000, "lr": 0.01}
+"""How classifiers are trained by default: smaller steps suit them."""
+VARIANCES = ("auto", "per_output", "shared", "separable")
 
 
 class FMGP(Method):
@@ -62,7 +79,9 @@ class FMGP(Method):
     model: an `nn.Module`, a callable that returns a tensor, or None to work from `Outputs` alone.
     likelihood: "regression", "classification", or a `Gaussian` or `Categorical` with options of its own.
     kernel: over the inputs, the features or both (default: `RBF()`); one of `posthoc.kernels` or of GPyTorch.
-    variance: "per_output" (coupled by B), "shared" (one v(x) for all outputs), or "auto": by how many there are.
+    variance: the covariance among outputs at a point. "shared": v(x) I; "separable": v(x) B, with B learnt;
+        "per_output": B too, and inducing points that belong to outputs (the paper's). "auto": for classes, the form
+        that does best on rows held out, or temperature scaling where none is better; "per_output" for regression.
     inducing: "kmeans", "random", "per_class", or your own points: (M, D), or one such array a block.
     inducing_classes: the output of each inducing point, where the points are your own and `variance="per_output"`.
     num_inducing: M.
@@ -70,15 +89,18 @@ class FMGP(Method):
     layer: the module whose output is taken as features; by default the input of the last `nn.Linear` is.
     standardize: whether kernels see coordinates with zero mean and unit spread.
     output_rank: the rank of B; by default full for few outputs and 8 for many.
-    kl: with a shared variance, "copies" counts the KL of every output's copy, "once" of one (a tempered posterior).
-    novelty: how much a classifier's variance grows away from the features of the fit, in units of its typical size: 0.5
-        finds data from elsewhere much better, but makes rare classes less sure where there are few features.
+    kl: with one v(x), "copies" counts the KL of every output's copy, "once" of one (a tempered posterior, the default
+        unless variance="shared" was asked for).
+    novelty: how steeply a classifier's variance grows beyond the features of the fit, in units of its typical size. By
+        default 0.5 where rows held out show that it does them no harm (and as much among them as helps), and else 0.
     cache: whether the network is run once over the data; False runs it at every step (for random augmentation).
     outputs_are: what the classifier's outputs are: "logits", "log-probs" or "probs"; a single one is of class 1 of two.
-    steps, batch_size, lr, seed, eval_every, patience, progress: see `posthoc.training.Training`.
+    steps, batch_size, lr, seed, eval_every, patience, progress: see `posthoc.training.Training`; classifiers take 1,000
+        steps at a learning rate of 0.01 by default.
     """
 
     name = "fmgp"
+    wants_unseen = True
 
     def __init__(
         self,
@@ -86,7 +108,7 @@ class FMGP(Method):
         likelihood: str | Likelihood,
         *,
         kernel: Kernel | Any | None = None,
-        variance: Literal["auto", "per_output", "shared"] = "auto",
+        variance: Literal["auto", "per_output", "shared", "separable"] = "auto",
         inducing: str | Tensor | Mapping[str, Any] | Any = "kmeans",
         inducing_classes: Any | None = None,
         num_inducing: int = 100,
@@ -94,8 +116,8 @@ class FMGP(Method):
         layer: str | None = None,
         standardize: bool = True,
         output_rank: int | None = None,
-        kl: Literal["copies", "once"] = "copies",
-        novelty: float = 0.0,
+        kl: Literal["copies", "once"] | None = None,
+        novelty: float | None = None,
         cache: bool = True,
         outputs_are: str = "logits",
         device: str | torch.device | None = None,
@@ -104,8 +126,8 @@ class FMGP(Method):
         super().__init__(model, likelihood, layer=layer, outputs_are=outputs_are, device=device)
         if not isinstance(alpha, SupportsFloat) or not 0.0 <= float(alpha) <= 1.0:
             raise OptionError(f"Expected alpha from 0 (the ELBO) to 1, got {alpha!r}.")
-        choice("variance", variance, ("auto", "per_output", "shared"))
-        choice("kl", kl, ("copies", "once"))
+        choice("variance", variance, VARIANCES)
+        choice("kl", kl or "once", ("copies", "once"))
         if isinstance(inducing, str):
             choice("inducing", inducing, ("kmeans", "random", "per_class"))
             if inducing == "per_class" and self._likelihood.task != "classification":
@@ -117,15 +139,17 @@ class FMGP(Method):
             raise OptionError(
                 f"Unknown option {', '.join(sorted(unknown))}. The training options are: {known_options}."
             )
+        if self._likelihood.task == "classification" and not training.keys() & {"steps", "lr"}:
+            training |= CLASSIFIERS
         self.training = Training(**training)
         self._kernel = as_kernel(kernel) if kernel is not None else RBF()
         self.variance, self.inducing, self.inducing_classes = variance, inducing, inducing_classes
         self.num_inducing = integer("num_inducing", num_inducing, 1)
         self.output_rank = integer("output_rank", output_rank, 1) if output_rank is not None else None
         self.alpha, self.standardize, self.kl, self.cache = float(alpha), standardize, kl, cache
-        if not isinstance(novelty, SupportsFloat) or not (0.0 <= float(novelty) < math.inf):
-            raise OptionError(f"Expected novelty to be a number of at least 0, got {novelty!r}.")
-        self.novelty = float(novelty)
+        if novelty is not None and not (isinstance(novelty, SupportsFloat) and 0.0 <= float(novelty) < math.inf):
+            raise OptionError(f"Expected novelty to be a number of at least 0, or None to choose it, got {novelty!r}.")
+        self.novelty = float(novelty) if novelty is not None else None
         self._likelihood.check_alpha(self.alpha)
         self.history = History()
         self.head: Head | None = None
@@ -148,11 +172,51 @@ class FMGP(Method):
             raise DataError("cache=False reads the data again and again: give a DataLoader or arrays, not an iterator.")
 
     def _fit(self, job: Job) -> None:
-        ranks, seed, cached = Ranks(), self.training.seed, self.cache or isinstance(job.data, Outputs)
-        if not cached and (job.checkpoint is not None or not ranks.alone):
+        if not self._cached(job) and (job.checkpoint is not None or not Ranks().alone):
             raise OptionError("Checkpoints and several processes need the outputs cached: leave cache=True.")
-        if self._likelihood.draws and not ranks.alone:
+        if self._likelihood.draws and not Ranks().alone:
             raise OptionError('Monte Carlo training draws in one process: use training="pairwise" with several.')
+        decision = self._decide(job)
+        head, history = self._train(job, decision.plan, self.training)
+        head.recalibration = decision.recalibration
+        wariness = Wariness(0.0, self.novelty) if self.novelty is not None else decision.wariness
+        if wariness is not None and any(wariness) and self._likelihood.task == "classification":
+            head.grow_wary(job.train.spread(TYPICAL).to(head.device), wariness)
+            Ranks().share(list(head.buffers()))
+        self.head, self.history = head, history
+
+    def _cached(self, job: Job) -> bool:
+        return self.cache or isinstance(job.data, Outputs)
+
+    def _decide(self, job: Job) -> Decision:
+        """The form of the variance: as asked for, or as is best on rows held out, where there are enough."""
+        rows, num_outputs = len(job.train), job.train.outputs[0].numel()
+        likelihood = self._likelihood
+        if self.variance != "auto":
+            kl = self.kl or ("copies" if self.variance == "shared" else "once")
+            prior = PRIORS[0] if self.variance == "separable" else 0.0
+            return Decision(Plan(self.variance, kl, prior))
+        if not isinstance(likelihood, Categorical) or likelihood.fixed_temperature is not None or likelihood.draws:
+            few = num_outputs <= FEW_OUTPUTS
+            return Decision(Plan("per_output") if few else Plan("shared", self.kl or "copies"))
+        found = [AUGMENTED] if isinstance(job.data, Augmented) else candidates(rows, num_outputs)
+        plans = [plan._replace(kl=self.kl or plan.kl) for plan in found]
+        return choose(job, plans, self._attempt) if rows >= FEWEST else Decision(plans[-1])
+
+    def _attempt(self, trial: Job, plan: Plan, unseen: Outputs) -> Trial:
+        """What a plan, fitted on some rows, says of others."""
+        head, _ = self._train(trial, plan, shortened(self.training))
+        found: Trial = {None: log_probs(head, unseen)}
+        for wariness in WARINESS if self.novelty is None else ():
+            head.grow_wary(trial.train.spread(TYPICAL).to(head.device), wariness)
+            if head.novelty is not None:
+                found[wariness] = log_probs(head, unseen)
+        return found
+
+    def _train(self, job: Job, plan: Plan, training: Training) -> tuple[Head, History]:
+        if plan == SCALED:
+            return self._scaled(job), History()
+        ranks, seed, cached = Ranks(), training.seed, self._cached(job)
         device = self._home(job.train)
         generator = torch.Generator().manual_seed(seed)
         # Everything is built beside what is there and takes its place at the end: a failed fit changes nothing.
@@ -164,70 +228,46 @@ class FMGP(Method):
         outputs = self._placed(job.train.only(*set(coordinates.spaces) - {"outputs"}), device)
         view = PointView(outputs, coordinates)
         kernel.start(view.sample(1000, generator), coordinates.default)
-        process = self._process(kernel, view, outputs, generator)
+        process = build(self._layout(), plan, kernel, view, outputs, generator)
         head = Head(process, coordinates, likelihood)
         ranks.share(list(head.buffers()))
-        copies = process.num_outputs if process.coupling is None and self.kl == "copies" else 1
+        one_variance = process.coupling is None or process.separable
+        copies = process.num_outputs if one_variance and plan.kl == "copies" else 1
         draws = torch.Generator(device).manual_seed(seed) if likelihood.draws else None
         with ExitStack() as stack:
             if cached:
-                source: Source = DrawnBatches(view, likelihood, self.training.batch_size, seed, ranks)
+                source: Source = DrawnBatches(view, likelihood, training.batch_size, seed, ranks)
             else:  # closed whatever happens: suspended batches would keep the network in eval mode
                 source = FreshBatches(stack.enter_context(closing(self._fresh(view, likelihood, job.data))))
             stack.enter_context(few_threads(cached and self._small(process)))
             history = train(
-                Objective(process, likelihood, self.alpha, job.num_data, copies, draws),
+                Objective(process, likelihood, self.alpha, job.num_data, copies, plan.prior, draws),
                 head.parameters(),
                 source,
-                self.training,
+                training,
                 score=validation_score(head, job.val) if job.val is not None else None,
                 generator=draws,
                 checkpoint=job.checkpoint,
             )
-        if self.novelty and likelihood.task == "classification":
-            head.grow_wary(typical, self.novelty)
-        self.head, self.history = head, history
+        return head, history
+
+    def _scaled(self, job: Job) -> Head:
+        """Temperature scaling: no variance to speak of."""
+        typical = job.train.only().spread(TYPICAL).to(self._home(job.train))  # it looks at outputs alone
+        likelihood = copy.deepcopy(self._likelihood).to(typical.outputs.device)
+        assert isinstance(likelihood, Categorical)
+        nn.init.constant_(likelihood.log_temperature, -math.log(best_inverse(typical)))
+        kernel = Constant(variance=NOTHING).to(typical.outputs.device)
+        coordinates = Coordinates.of(typical, kernel, standardize=self.standardize)
+        inducing = Inducing(coordinates.points(typical[:1]), torch.zeros(1, dtype=torch.long))
+        return Head(Process(kernel, inducing, typical.outputs.shape[1], None, start=0.0), coordinates, likelihood)
+
+    def _layout(self) -> Layout:
+        return Layout(self.inducing, self.inducing_classes, self.num_inducing, self.output_rank)
 
     def _small(self, process: Process) -> bool:
         m, batch = len(process.l_raw), self.training.batch_size
         return max(m * m * max(m, batch), PASSES * batch * process.num_outputs) < SMALL
-
-    def _process(self, kernel: Kernel, view: PointView, outputs: Outputs, generator: torch.Generator) -> Process:
-        num_outputs = outputs.outputs[0].numel()
-        many = num_outputs > FEW_OUTPUTS
-        shared = num_outputs == 1 or self.variance == "shared" or (self.variance == "auto" and many)
-        if isinstance(self.inducing, str) and self.inducing == "per_class":
-            inducing = per_class(view, known(outputs.targets), self.num_inducing, generator)
-        else:
-            z = self._places(view, generator)
-            m = len(next(iter(z.values())))
-            inducing = Inducing(z, self._classes(m, num_outputs, generator))
-        if shared:
-            inducing = inducing._replace(z_class=torch.zeros_like(inducing.z_class))
-        rank = self.output_rank or (RANK if many else None)
-        device = view.coordinates.device
-        coupling = None if shared else OutputCovariance(num_outputs, rank, generator).to(device)
-        inducing = inducing._replace(z={space: block.to(device) for space, block in inducing.z.items()})
-        return Process(kernel, inducing, num_outputs, coupling, start=START)
-
-    def _places(self, view: PointView, generator: torch.Generator) -> dict[str, Tensor]:
-        if isinstance(self.inducing, str):
-            choose = {"kmeans": kmeans, "random": random_points}[self.inducing]
-            return choose(view, self.num_inducing, generator)
-        spaces = view.coordinates.spaces
-        z = given(self.inducing, spaces, {space: view.coordinates.width(space) for space in spaces})
-        return view.coordinates.standardise(z)
-
-    def _classes(self, m: int, num_outputs: int, generator: torch.Generator) -> Tensor:
-        if self.inducing_classes is None:
-            return random_classes(m, num_outputs, generator)
-        classes = torch.as_tensor(self.inducing_classes).long()
-        if classes.shape != (m,) or int(classes.min()) < 0 or int(classes.max()) >= num_outputs:
-            raise OptionError(
-                f"Expected {m} inducing_classes from 0 to {num_outputs - 1}, got {classes.tolist()[:10]} "
-                f"of shape {tuple(classes.shape)}."
-            )
-        return classes
 
     def _fresh(self, view: PointView, likelihood: Likelihood, data: Any) -> Generator[TrainingBatch]:
         """Batches from the network, run anew on what the loader gives."""
@@ -262,7 +302,7 @@ class FMGP(Method):
     def _rows_at_once(self) -> int:
         process = known(self.head).process
         rows, coupling = super()._rows_at_once(), process.coupling
-        if coupling is None:
+        if coupling is None or process.separable:
             return rows
         width = (coupling.rank or process.num_outputs) * len(process.l_raw)
         return max(1, min(rows, AT_ONCE // width))
@@ -288,7 +328,7 @@ class FMGP(Method):
         else:
             layered = self.backbone is not None and self.backbone.has_features
             spaces = {space or ("features" if layered else "inputs") for space in self._kernel.spaces() or {None}}
-            if self.novelty and layered:
+            if self.novelty != 0.0 and layered and self._likelihood.task == "classification":
                 spaces.add("features")
             if "features" in spaces and self.backbone is not None and not layered:
                 raise LayerError(
@@ -345,7 +385,7 @@ class FMGP(Method):
             model,
             make_likelihood(config["likelihood"]),
             kernel=as_kernel(kernel) if kernel is not None else kernel_from_spec(shape["kernel"]),
-            variance="shared" if shape["shared"] else "per_output",
+            variance="shared" if shape["shared"] else "separable" if shape["separable"] else "per_output",
             num_inducing=shape["num_inducing"],
             alpha=options["alpha"],
             layer=config["layer"],
@@ -379,6 +419,19 @@ def validation_score(head: Head, val: Outputs) -> Callable[[], float]:
         return total / len(val)
 
     return score
+
+
+@torch.no_grad()
+def log_probs(head: Head, rows: Outputs) -> Tensor:  # (N, C)
+    """What a head says of some rows."""
+    w, parts = head.prepared(), []
+    for start in range(0, len(rows), 1024):
+        predictive = head.predictive(rows[start : start + 1024].to(head.device), w)
+        assert isinstance(predictive, ClassificationPredictive)
+        parts.append(predictive.log_probs)
+    found = torch.cat(parts)
+    Ranks().share([found])  # to the bit: what is decided by them must be the same everywhere
+    return found
 
 
 def digest_of(values: Any) -> dict[str, Any] | str:

@@ -1,20 +1,23 @@
 """More variance where a point is unlike those of the fit: nothing that was fitted there says how far off it may be.
 
 A network's features keep their direction where they lose their meaning, so length is put aside: features are divided by
-their length, and the Mahalanobis distance of what is left tells new kinds of points from known ones. Up to the distance
-that most points of the fit keep, nothing is added; beyond it the variance grows with the square of the excess.
+their length, and the Mahalanobis distance d of what is left tells new kinds of points from known ones. The variance
+grows in two ways: slowly with d among the less usual of the known points, as far as their errors say so (`near`), and
+steeply beyond almost all of them, where there are no errors to learn from (`far`).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Novelty"]
+__all__ = ["Novelty", "Wariness"]
 
-QUANTILE = 0.8
-"""The share of the points of the fit within which nothing is added."""
+NEAR_QUANTILE, FAR_QUANTILE = 0.5, 0.9
+"""The shares of the points of the fit within which nothing is added, in either way."""
 ROWS_A_DIRECTION = 20
 """So many rows are needed to know the spread along one direction."""
 MOST_DIRECTIONS = 128
@@ -24,8 +27,16 @@ MOST_ROWS = 1024
 """Wider features than this have their directions taken from so many rows."""
 
 
+class Wariness(NamedTuple):
+    """How much variance is added in either way, in units of the squared scale that logits are divided by."""
+
+    near: float
+    far: float
+
+
 class Novelty(nn.Module):
-    """The extra variance at some features, for all outputs alike: strength · max(0, d / threshold - 1)²."""
+    """The extra variance at some features, for all outputs alike: unit · (near √(d/a - 1) + far (d/b - 1)³), where d
+    passes a and b, two quantiles of the distances of the fit."""
 
     def __init__(self, width: int, directions: int) -> None:
         super().__init__()
@@ -33,18 +44,18 @@ class Novelty(nn.Module):
         self.register_buffer("basis", torch.zeros(width, directions, dtype=torch.float64))
         self.register_buffer("spread", torch.ones(directions, dtype=torch.float64))
         self.register_buffer("rest", torch.ones((), dtype=torch.float64))
-        self.register_buffer("threshold", torch.ones((), dtype=torch.float64))
-        self.register_buffer("strength", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("quantiles", torch.ones(2, dtype=torch.float64))
+        self.register_buffer("strengths", torch.zeros(2, dtype=torch.float64))
         self.location: Tensor  # (D,)
         self.basis: Tensor  # (D, r), orthonormal
         self.spread: Tensor  # (r,), the variance along each
         self.rest: Tensor  # (), the variance along any other direction
-        self.threshold: Tensor  # ()
-        self.strength: Tensor  # ()
+        self.quantiles: Tensor  # (2,), a and b
+        self.strengths: Tensor  # (2,), unit · near and unit · far
 
     @classmethod
     def of(cls, features: Tensor) -> Novelty | None:
-        """Distances from one half of the rows, and the threshold from the other: those that shape a distance are closer
+        """Distances from one half of the rows, and quantiles from the other: those that shape a distance are closer
         than new ones. None where there are too few rows to know any, or all are alike."""
         if len(features) < FEWEST_ROWS:
             return None
@@ -63,7 +74,8 @@ class Novelty(nn.Module):
         if count < width:
             total = (shaping - location).square().sum() / rows
             novelty.rest = ((total - variances[-count:].sum()) / (width - count)).clamp_min(floor)
-        novelty.threshold = torch.quantile(novelty.distance(others), QUANTILE)
+        levels = torch.tensor((NEAR_QUANTILE, FAR_QUANTILE), dtype=torch.float64, device=features.device)
+        novelty.quantiles = torch.quantile(novelty.distance(others), levels)
         return novelty
 
     def distance(self, features: Tensor) -> Tensor:  # (N,)
@@ -74,8 +86,8 @@ class Novelty(nn.Module):
         return ((along.square() / self.spread).sum(-1) + aside / self.rest) / len(self.location)
 
     def forward(self, features: Tensor) -> Tensor:  # (N,)
-        excess = (self.distance(features) / self.threshold - 1.0).clamp_min(0.0)
-        return self.strength * excess.square()
+        near, far = (self.distance(features) / self.quantiles[:, None] - 1.0).clamp_min(0.0)
+        return self.strengths[0] * near.sqrt() + self.strengths[1] * far**3
 
 
 def principal(centred: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,9 +31,10 @@ class TrainingBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """-(1/|B|) Σ_b energy_b + (copies · KL) / N: the mini-batch estimate of the loss of one data point.
+    """-(1/|B|) Σ_b energy_b + (copies · KL + prior · KL_B) / N: the mini-batch estimate of the loss of one data point.
 
     `kl_copies` is the number of independent copies the KL counts: that of the outputs when they share one variance.
+    `prior` is how much it counts that B differs from the identity.
     """
 
     process: Process
@@ -41,9 +42,13 @@ class Objective:
     alpha: float
     num_data: int
     kl_copies: int = 1
+    prior: float = 0.0
     generator: torch.Generator | None = None
 
     def __call__(self, batch: TrainingBatch) -> Tensor:  # ()
         latent, kl = self.process(batch.points)
         energy = self.likelihood.energy(batch.mean, latent, batch.target, self.alpha, self.generator)
-        return kl * (self.kl_copies / self.num_data) - energy.mean()
+        loss = kl * (self.kl_copies / self.num_data) - energy.mean()
+        if self.prior and self.process.coupling is not None:
+            loss = loss + self.process.coupling.divergence() * (self.prior / self.num_data)
+        return loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from posthoc.fmgp.coupled import CoupledLatent, LowRankLatent
+from posthoc.fmgp.coupled import CoupledLatent, LowRankLatent, SeparableLatent
 from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.covariance import Correction, correction, marginal_variance
 from posthoc.inducing import Inducing
@@ -18,15 +18,23 @@ __all__ = ["Process"]
 class Process(nn.Module):
     """Inducing points Z, the factor L, the kernel and, unless all outputs share one variance, their covariance B.
 
-    Without a `coupling` the outputs are independent copies of one process (V = v(x) I). With it the kernel is
-    B_cc' k(x, x') and each inducing point belongs to one output, `z_class`.
+    Without a `coupling` the outputs are independent copies of one process (V = v(x) I); `separable`, mixtures of such
+    copies (V = v(x) B). With a coupling that is not separable the kernel is B_cc' k(x, x') and each inducing point
+    belongs to one output, `z_class`.
     """
 
     def __init__(
-        self, kernel: Kernel, inducing: Inducing, num_outputs: int, coupling: OutputCovariance | None, *, start: float
+        self,
+        kernel: Kernel,
+        inducing: Inducing,
+        num_outputs: int,
+        coupling: OutputCovariance | None,
+        *,
+        start: float,
+        separable: bool = False,
     ) -> None:
         super().__init__()
-        self.kernel, self.num_outputs, self.coupling = kernel, num_outputs, coupling
+        self.kernel, self.num_outputs, self.coupling, self.separable = kernel, num_outputs, coupling, separable
         # Inducing points of one output stand together, so that its columns can be summed as one block.
         order = inducing.z_class.argsort(stable=True).to(next(iter(inducing.z.values())).device)
         self.z = nn.ParameterDict({space: nn.Parameter(block[order].clone()) for space, block in inducing.z.items()})
@@ -59,13 +67,15 @@ class Process(nn.Module):
         return self._latent(self.kernel(x, dict(self.z)), self.kernel.diag(x), w)
 
     def _correction(self, kzz: Tensor) -> Correction:
-        if self.coupling is not None:
+        if self.coupling is not None and not self.separable:
             kzz = kzz * self.coupling.among(self.z_class)
         return correction(self.chol, kzz)
 
     def _latent(self, k_xz: Tensor, k_diag: Tensor, w: Tensor) -> Latent:
-        if self.coupling is None:
+        if self.coupling is None or self.separable:
             variance = marginal_variance(k_diag, k_xz, w)
+            if self.coupling is not None:
+                return SeparableLatent(self.coupling, variance)
             return IndependentLatent(variance[:, None].expand(-1, self.num_outputs))
         if self.coupling.rank is None:
             return CoupledLatent(self.coupling, k_diag, k_xz, w, self.present, self.sizes)

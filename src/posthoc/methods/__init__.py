@@ -14,14 +14,34 @@ from posthoc.files import read_head
 from posthoc.fmgp import FMGP
 from posthoc.method import Method
 from posthoc.methods.dropout import Dropout
+from posthoc.methods.ella import ELLA
+from posthoc.methods.ensemble import Ensemble
+from posthoc.methods.gp import GP
+from posthoc.methods.hmc import HMC
+from posthoc.methods.laplace import Laplace
+from posthoc.methods.laplace_torch import LaplaceTorch
 from posthoc.methods.map import MAP
+from posthoc.methods.mfvi import MFVI
+from posthoc.methods.sngp import SNGP
 from posthoc.methods.temperature import Temperature
+from posthoc.methods.valla import VaLLA
+from posthoc.methods.vector import Vector
 
 __all__ = [
+    "ELLA",
+    "GP",
+    "HMC",
     "MAP",
+    "MFVI",
     "REGISTRY",
+    "SNGP",
     "Dropout",
+    "Ensemble",
+    "Laplace",
+    "LaplaceTorch",
     "Temperature",
+    "VaLLA",
+    "Vector",
     "load",
     "method_named",
 ]
@@ -30,7 +50,16 @@ METHODS: tuple[type[Method], ...] = (
     FMGP,
     MAP,
     Temperature,
+    Vector,
+    Laplace,
+    ELLA,
+    VaLLA,
+    Ensemble,
     Dropout,
+    MFVI,
+    SNGP,
+    GP,
+    HMC,
 )
 REGISTRY: dict[str, type[Method]] = {method.name: method for method in METHODS}
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from posthoc.batches import Batch
-from posthoc.likelihoods import Categorical, Gaussian, Likelihood, columns, make_likelihood
+from posthoc.likelihoods import NOISE_FLOOR, Categorical, Gaussian, Likelihood, columns, make_likelihood
+from posthoc.method import Job
 from posthoc.methods.network import NetworkMethod
 from posthoc.predictive import Predictive
 from posthoc.sampled import from_draws
@@ -39,7 +40,7 @@ class DrawingMethod(NetworkMethod):
 
         def predict(batch: Batch) -> Predictive:
             draws = self._draws(batch)
-            return from_draws(draws, likelihood.to(draws.device))
+            return from_draws(draws, likelihood.to(draws.device), covariance=covariance)
 
         return predict
 
@@ -47,15 +48,18 @@ class DrawingMethod(NetworkMethod):
         """A likelihood in the units of the data: a temperature of one, or the noise of the network's own residuals."""
         likelihood = copy.deepcopy(self._likelihood).to(outputs.device)
         likelihood.start(outputs, targets)
-        set_noise(likelihood, columns(targets - outputs).square().mean(0) if isinstance(likelihood, Gaussian) else None)
+        residual = columns(targets) - columns(outputs) if isinstance(likelihood, Gaussian) else None
+        set_noise(likelihood, residual.square().mean(0) if residual is not None else None)
         return likelihood
 
     @torch.no_grad()
-    def _fit_noise(self, likelihood: Likelihood, data: Any) -> None:
-        """The σ² at which data are likeliest, given how far the draws are from each other and from the targets: what
-        the spread of the draws does not explain of the residuals, on average (and at least a hundredth of them)."""
+    def _fit_noise(self, likelihood: Likelihood, job: Job) -> None:
+        """The σ² at which the validation data (or else the data) are likeliest, given how far the draws are from each
+        other and from the targets (and at least a hundredth of what is left of the targets)."""
         if not isinstance(likelihood, Gaussian):
             return
+        data = job.val_data if job.val_data is not None else job.data
+        self._check_data(data)
         squares: list[Tensor] = []
         spreads: list[Tensor] = []
         for batch in self._batches(data):
@@ -64,8 +68,11 @@ class DrawingMethod(NetworkMethod):
             target = likelihood.check_targets(batch.target, mean)
             squares.append(columns(target - mean).square())
             spreads.append(columns(draws.var(0, unbiased=False)))
-        total, explained = torch.cat(squares).mean(0), torch.cat(spreads).mean(0)
-        set_noise(likelihood, torch.maximum(total - explained, 0.01 * total))
+        unit = likelihood.scale.square()
+        square, spread = torch.cat(squares) / unit, torch.cat(spreads) / unit
+        if likelihood.noise_form == "shared":
+            square, spread = square.reshape(-1, 1), spread.reshape(-1, 1)
+        set_noise(likelihood, likeliest_noise(square, spread) * unit)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {f"likelihood.{name}": tensor for name, tensor in self.likelihood.state_dict().items()}
@@ -76,9 +83,28 @@ class DrawingMethod(NetworkMethod):
         likelihood = make_likelihood(config["likelihood"])
         width = config["width"]
         likelihood.start(torch.zeros(1, *width), torch.ones(1, *width))
-        found = {name.removeprefix("likelihood."): t for name, t in tensors.items() if name.startswith("likelihood.")}
-        likelihood.load_state_dict({name: found[name] for name in likelihood.state_dict()})
+        state = likelihood.state_dict()
+        found = {name: tensors[f"likelihood.{name}"] for name in state}
+        if wrong := [name for name in state if found[name].shape != state[name].shape]:
+            raise KeyError(*wrong)  # which `load` tells of, and of the file
+        likelihood.load_state_dict(found)
         return likelihood
+
+
+def likeliest_noise(
+    square: Tensor,  # (N, C): squared residuals
+    spread: Tensor,  # (N, C): the variance of what they are residuals of
+) -> Tensor:  # (C,)
+    """The σ² at which Π N(residual | 0, spread + σ²) is greatest, and at least a hundredth of the mean square: Fisher
+    scoring, which is a mean of what the spread does not explain, weighted by how much each row says."""
+    least = 0.01 * square.mean(0)
+    noise = torch.maximum((square - spread).mean(0), least)
+    for _ in range(100):
+        weight = (spread + noise).clamp_min(1e-300).square().reciprocal()
+        before, noise = noise, torch.maximum((weight * (square - spread)).sum(0) / weight.sum(0), least)
+        if bool(((noise - before).abs() <= 1e-10 * noise).all()):
+            break
+    return noise
 
 
 def set_noise(likelihood: Likelihood, variance: Tensor | None) -> None:
@@ -92,4 +118,4 @@ def set_noise(likelihood: Likelihood, variance: Tensor | None) -> None:
     relative = variance / likelihood.scale.square()
     relative = relative if likelihood.noise_form == "per_output" else relative.mean()
     with torch.no_grad():
-        likelihood.log_noise.copy_(relative.clamp_min(1e-12).log())
+        likelihood.log_noise.copy_((relative - NOISE_FLOOR).clamp_min(1e-12).log())

@@ -18,14 +18,14 @@ from posthoc.likelihoods import Likelihood, make_likelihood
 from posthoc.method import Job
 from posthoc.methods.drawing import DrawingMethod
 from posthoc.methods.network import seeded
-from posthoc.stillness import still
+from posthoc.stillness import still, turn
 
 __all__ = ["Dropout"]
 
 
 class Dropout(DrawingMethod):
     """Predictions averaged over `samples` runs with dropout on. In regression the noise is what is left of the
-    residuals of these averages."""
+    residuals of these averages, on `val` or, without it, on the data of the fit."""
 
     name = "dropout"
     rows_alone = False
@@ -44,7 +44,7 @@ class Dropout(DrawingMethod):
     ) -> None:
         super().__init__(model, likelihood, layer=layer, outputs_are=outputs_are, device=device)
         self.samples, self.seed = integer("samples", samples, 2), integer("seed", seed, 0)
-        if not any(part.p > 0 for part in dropouts(self.module)):
+        if not dropouts(self.module):
             raise OptionError(
                 f"dropout needs a network with dropout layers, got a {type(self.module).__name__} without any. "
                 "Use another method, such as fmgp."
@@ -53,8 +53,8 @@ class Dropout(DrawingMethod):
     def _fit(self, job: Job) -> None:
         assert job.train.targets is not None
         likelihood = self._start(job.train.outputs, job.train.targets)
-        with still(self.module):
-            self._fit_noise(likelihood, job.data)
+        with still(self.module), turn(self.module):
+            self._fit_noise(likelihood, job)
         self._fitted = likelihood
 
     def _draws(self, batch: Batch) -> Tensor:  # (S, N, ...)
@@ -79,24 +79,37 @@ class Dropout(DrawingMethod):
         device: str | torch.device | None,
         **extra: Any,
     ) -> Self:
+        if extra:
+            raise OptionError(f"load() takes model and device, got {', '.join(extra)}.")
         likelihood = make_likelihood(config["likelihood"])
-        method = cls(model, likelihood, layer=config["layer"], device=device, **config["options"], **extra)
+        method = cls(model, likelihood, layer=config["layer"], device=device, **config["options"])
         method._fitted = cls._likelihood_from(config, tensors)
         return method
 
 
-def dropouts(network: nn.Module) -> list[_DropoutNd]:
-    return [part for part in network.modules() if isinstance(part, _DropoutNd)]
+def dropouts(network: nn.Module) -> list[nn.Module]:
+    """The parts that drop something when they train, and change nothing else."""
+    return [part for part in network.modules() if dropped(part) > 0.0]
+
+
+def dropped(part: nn.Module) -> float:
+    """The share that a part drops: a dropout layer, or what has one of its own inside."""
+    if isinstance(part, _DropoutNd):
+        return part.p
+    return part.dropout if isinstance(part, nn.MultiheadAttention | nn.RNNBase) else 0.0
 
 
 @contextmanager
 def dropping(network: nn.Module) -> Iterator[None]:
     """Dropout on, and everything else in eval mode."""
-    parts = dropouts(network)
+    parts, fast = dropouts(network), torch.backends.mha.get_fastpath_enabled()
+    # PyTorch's transformers have a way through their layers in eval mode that leaves dropout out.
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         for part in parts:
-            part.train()
+            part.training = True
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         for part in parts:
-            part.eval()
+            part.training = False

@@ -1,0 +1,205 @@
+"""Which form of variance a classifier gets where none was asked for, decided on rows that the candidates have not seen.
+
+Temperature scaling, the case of a variance that is the same everywhere, is always among them: nothing is chosen that is
+worse than it. The same rows say by how much the winner's confidence is to be corrected, since a variance that was
+fitted to some rows is a little too sure of others, and whether being wary of new kinds of points harms known ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from posthoc.fmgp.novelty import Wariness
+from posthoc.method import Job
+from posthoc.outputs import Outputs
+from posthoc.recalibration import NONE, Recalibration
+from posthoc.training import Training
+
+__all__ = [
+    "AUGMENTED",
+    "FEWEST",
+    "PRIORS",
+    "SCALED",
+    "WARINESS",
+    "Decision",
+    "Plan",
+    "Trial",
+    "candidates",
+    "choose",
+    "shortened",
+]
+
+FEWEST = 200
+"""Rows below which a choice would be noise."""
+FOLDS = 3
+"""So many parts of the data are held out in turn,"""
+ENOUGH = 10_000
+"""until so many rows, or all, were held out."""
+MOST = 60_000
+"""Rows that are looked at for it."""
+VALUES = 2**22
+"""Log-probabilities that are kept for it."""
+ROWS_AN_OUTPUT = 10
+"""With fewer rows for each output, B is not learnt."""
+PRIORS = (1.0, 10.0, 100.0)
+"""How strongly B is held near the identity: once is right for many rows a class, more for few."""
+CLEAR = 2.0
+"""So many standard errors make a difference from temperature scaling: who is that much better may take its place, who
+is that much worse is not tried again."""
+CALIBRATION_SLACK, CALIBRATION_PRICE = 0.005, 20.0
+"""A calibration error so much above temperature scaling's is free; beyond, 0.005 more must earn a tenth of the loss."""
+WARY_PRICE = 0.003
+"""The share of the loss that being wary of new kinds of points may add."""
+FAR = 0.5
+WARINESS = tuple(Wariness(near, FAR) for near in (0.0, 0.1, 0.2, 0.4, 0.8))
+"""What is tried: how steeply the variance grows beyond the known points cannot be learnt from them."""
+
+
+class Plan(NamedTuple):
+    """A form of the variance, how its KL is counted, and how strongly B is held near the identity."""
+
+    variance: str
+    kl: str = "once"
+    prior: float = 0.0
+
+
+SCALED = Plan("none")
+"""Temperature scaling."""
+AUGMENTED = Plan("shared", "copies")
+"""For changed views of known images, which are not quite what is to come: the more freely a variance can vary, the more
+it learns of what tells them from plain ones."""
+
+
+class Decision(NamedTuple):
+    """The plan, how its confidence is corrected, and how wary it is of new kinds of points."""
+
+    plan: Plan
+    recalibration: Recalibration = NONE
+    wariness: Wariness | None = None
+
+
+Trial = dict[Wariness | None, Tensor]
+"""Log-probabilities (N, C) of rows that a candidate has not seen, by how wary it is of new kinds of points."""
+
+
+class Record:
+    """What is known of a candidate so far."""
+
+    def __init__(self) -> None:
+        self.parts: dict[Wariness | None, list[Tensor]] = {}
+
+    def add(self, trial: Trial) -> None:
+        for wariness, log_p in trial.items():
+            self.parts.setdefault(wariness, []).append(log_p.float())
+
+    def __getitem__(self, wariness: Wariness | None) -> Tensor:  # (N, C)
+        return torch.cat(self.parts[wariness])
+
+    @property
+    def plain(self) -> Tensor:  # (N, C)
+        """Without any wariness."""
+        return self[None]
+
+
+def shortened(training: Training) -> Training:
+    """How to train a candidate: a third of the steps, three times as long if that is not too long."""
+    return replace(training, steps=-(-training.steps // 3), lr=min(3.0 * training.lr, max(training.lr, 0.05)))
+
+
+def candidates(rows: int, num_outputs: int) -> list[Plan]:
+    """The forms worth trying, beside temperature scaling."""
+    if rows < ROWS_AN_OUTPUT * num_outputs:
+        return [Plan("shared")]
+    return [Plan("separable", prior=prior) for prior in PRIORS]
+
+
+def choose(job: Job, plans: list[Plan], attempt: Callable[[Job, Plan, Outputs], Trial]) -> Decision:
+    """The best of the plans and temperature scaling, by what `attempt` predicts for rows it was not given."""
+    records = {plan: Record() for plan in (SCALED, *plans)}
+    targets: list[Tensor] = []
+    for trial, unseen in trials(job):
+        for plan, record in records.items():
+            record.add(attempt(trial, plan, unseen))
+        assert unseen.targets is not None
+        targets.append(unseen.targets.long())
+        y = torch.cat(targets)
+        base = losses(records[SCALED].plain, y)
+        records = {plan: record for plan, record in records.items() if plan == SCALED or hopeful(record, y, base)}
+        if len(records) == 1:
+            break
+    return verdict(records, torch.cat(targets))
+
+
+def trials(job: Job) -> Iterator[tuple[Job, Outputs]]:
+    """Jobs on some rows, and rows that each has not seen: the validation data, or each part of the data in turn."""
+    if job.val is not None:
+        yield replace(job, data=job.train, checkpoint=None), job.val.spread(kept(job.val))
+        return
+    rows = job.train.spread(MOST)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).to(rows.outputs.device)
+    most, seen = kept(rows), 0
+    for part in order.tensor_split(FOLDS):
+        held_out = part[:most]
+        others = torch.ones(len(rows), dtype=torch.bool, device=order.device).index_fill(0, held_out, False)
+        train = rows[others.nonzero().squeeze(-1)]
+        yield replace(job, train=train, num_data=len(train), data=train, checkpoint=None), rows[held_out]
+        seen += len(held_out)
+        if seen >= most:
+            return
+
+
+def kept(rows: Outputs) -> int:
+    """How many rows to hold out in all."""
+    return max(1, min(ENOUGH, VALUES // rows.outputs[0].numel()))
+
+
+def hopeful(record: Record, y: Tensor, base: Tensor) -> bool:
+    log_p = record.plain
+    return gain(losses(Recalibration.of(log_p, y).log_probs(log_p), y), base) > -CLEAR
+
+
+def verdict(records: dict[Plan, Record], y: Tensor) -> Decision:
+    base = records[SCALED].plain
+    base_losses, error = losses(base, y), calibration_error(base, y)
+    best, best_score, recalibration = SCALED, 1.0, NONE
+    for plan, record in records.items():
+        if plan == SCALED:
+            continue
+        correction = Recalibration.of(record.plain, y)
+        log_p = correction.log_probs(record.plain)
+        excess = calibration_error(log_p, y) - error - CALIBRATION_SLACK
+        score = float(losses(log_p, y).mean() / base_losses.mean()) + CALIBRATION_PRICE * max(0.0, excess)
+        if gain(losses(log_p, y), base_losses) > CLEAR and score < best_score:
+            best, best_score, recalibration = plan, score, correction
+    return Decision(best, recalibration, harmless(records[best], recalibration, y))
+
+
+def gain(found: Tensor, base: Tensor) -> float:
+    """By how many standard errors losses are lower than others on the same rows."""
+    less = base - found
+    return float(less.mean() / (less.std() / len(less) ** 0.5).clamp_min(1e-300))
+
+
+def harmless(record: Record, recalibration: Recalibration, y: Tensor) -> Wariness | None:
+    """The wariness that suits known points best, if it costs them next to nothing."""
+    found = {w: float(losses(recalibration.log_probs(record[w]), y).mean()) for w in record.parts}
+    wary = {w: loss for w, loss in found.items() if w is not None}
+    best = min(wary, key=wary.__getitem__, default=None)
+    return best if best is not None and wary[best] <= (1.0 + WARY_PRICE) * found[None] else None
+
+
+def losses(log_p: Tensor, y: Tensor) -> Tensor:  # (N,)
+    return -log_p.double().gather(-1, y[:, None]).squeeze(-1)
+
+
+def calibration_error(log_p: Tensor, y: Tensor, bins: int = 15) -> float:
+    """The expected calibration error, in bins of equal width."""
+    confidence, said = log_p.double().exp().max(-1)
+    place = (confidence * bins).ceil().clamp(1, bins).long() - 1
+    gap = torch.zeros(bins, dtype=torch.float64, device=log_p.device)
+    return float(gap.index_add(0, place, confidence - (said == y).double()).abs().sum()) / len(y)

@@ -1,0 +1,69 @@
+"""A last correction of a classifier's confidence, from rows that it was not fitted on.
+
+One temperature makes confidence right on average. Predictions that are sure and predictions that are not may still be
+off in opposite ways, so the temperature may depend on how unsure a prediction is: t(x) = t exp(b h(x)), with h the
+entropy as a share of its largest. The predicted class stays, and means do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from posthoc.outputs import Outputs
+from posthoc.predictive import ClassificationPredictive
+from posthoc.sharpness import best_inverse
+
+__all__ = ["NONE", "Recalibration"]
+
+BENDS = tuple(b / 10.0 for b in range(-6, 7))
+"""Every b that is tried: an exponent this small keeps surer predictions surer."""
+
+
+class Recalibration(NamedTuple):
+    """t and b."""
+
+    temperature: float
+    bend: float
+
+    @classmethod
+    def of(cls, log_p: Tensor, y: Tensor) -> Recalibration:
+        """What suits these rows best."""
+        found = {}
+        for bend in BENDS:
+            scores = log_p.double() / cls(1.0, bend).temperatures(log_p)
+            inverse = best_inverse(Outputs.trusted(outputs=scores, targets=y))
+            right = (inverse * scores).log_softmax(-1).gather(-1, y[:, None])
+            found[cls(1.0 / inverse, bend)] = float(right.mean())
+        return max(found, key=found.__getitem__)
+
+    def temperatures(self, log_p: Tensor) -> Tensor:  # (N, 1)
+        """t(x), for each row of log-probabilities."""
+        unsure = torch.special.entr(log_p.double().exp()).sum(-1, keepdim=True) / math.log(log_p.shape[-1])
+        return self.temperature * torch.exp(self.bend * unsure)
+
+    def log_probs(self, log_p: Tensor) -> Tensor:  # (N, C), float64
+        """Log-probabilities, corrected."""
+        return (log_p.double() / self.temperatures(log_p)).log_softmax(-1)
+
+    def __call__(self, pred: ClassificationPredictive) -> ClassificationPredictive:
+        """The same logits, with a temperature of its own for each row and the covariance that goes with it."""
+        if self == NONE:
+            return pred
+        t = self.temperatures(pred.log_probs)
+        dtype, covariance = pred.log_probs.dtype, pred.logit_covariance
+        return replace(
+            pred,
+            log_probs=self.log_probs(pred.log_probs).to(dtype),
+            logit_variance=(pred.logit_variance * t.square()).to(dtype),
+            temperature=(pred.temperature * t).to(dtype),
+            logit_covariance=None if covariance is None else (covariance * t.square()[:, :, None]).to(dtype),
+        )
+
+
+NONE = Recalibration(1.0, 0.0)
+"""Leaves everything as it is."""

@@ -1,0 +1,58 @@
+"""The temperature at which a classifier's confidence is right on average, by its likelihood."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from posthoc.outputs import Outputs
+
+__all__ = ["LIMITS", "best_inverse"]
+
+LIMITS = (1e-3, 1e3)
+"""The least and the greatest 1/τ."""
+VALUES_AT_ONCE = 2**22
+"""Logits read at once."""
+
+
+def best_inverse(outputs: Outputs) -> float:
+    """The 1/τ at which the likelihood is greatest: Newton's steps, kept within a bracket. The log-likelihood is concave
+    in 1/τ, so there is one."""
+    low, high = LIMITS
+    if slopes(outputs, low)[0] >= 0.0:
+        return low
+    if slopes(outputs, high)[0] <= 0.0:
+        return high
+    at = 1.0
+    for _ in range(100):
+        slope, curvature = slopes(outputs, at)
+        low, high = (low, at) if slope > 0.0 else (at, high)
+        step = at - slope / curvature if curvature > 0.0 else math.nan
+        following = step if low < step < high else math.sqrt(low * high)
+        if abs(following - at) <= 1e-12 * at:
+            return following
+        at = following
+    return at
+
+
+def slopes(outputs: Outputs, inverse: float) -> tuple[float, float]:
+    """The first two derivatives, in 1/τ, of the mean negative log-likelihood."""
+    first = second = 0.0
+    for z, y in parts(outputs):
+        p = (inverse * z).softmax(-1)
+        mean = (p * z).sum(-1)
+        first += float((mean - z.gather(-1, y[:, None]).squeeze(-1)).sum())
+        second += float((p * (z - mean[:, None]).square()).sum())
+    return first / len(outputs), second / len(outputs)
+
+
+def parts(outputs: Outputs) -> Iterator[tuple[Tensor, Tensor]]:
+    rows = max(1, VALUES_AT_ONCE // outputs.outputs.shape[1])
+    for start in range(0, len(outputs), rows):
+        part = outputs[start : start + rows]
+        assert part.targets is not None
+        z = part.outputs.double()
+        yield z - z.amax(-1, keepdim=True), part.targets.to(torch.long)

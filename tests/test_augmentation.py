@@ -1,0 +1,128 @@
+"""Changed views of images, and the warning that asks for them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from posthoc import FMGP, DataError, OptionError, Outputs, PosthocWarning, Temperature
+from posthoc.augmentation import AREA, Augmented, random_crops
+from posthoc.doubts import doubt_memorised
+
+G = torch.Generator
+
+
+def ramp(n: int = 64, size: int = 16) -> torch.Tensor:
+    """Images whose two channels say where a pixel is: across and down, from -1 to 1 at the centres of the pixels."""
+    at = (2.0 * torch.arange(size) + 1.0) / size - 1.0
+    across, down = at.expand(size, size), at[:, None].expand(size, size)
+    return torch.stack([across, down]).expand(n, 2, size, size).clone()
+
+
+def test_crops_show_a_part_of_each_image_within_it():
+    views = random_crops(ramp(500), G().manual_seed(0))
+    inner = views[:, :, 1:-1, 1:-1]  # the outermost pixels are blends with what is beyond
+    steps = [inner[:, 0].diff(dim=-1), inner[:, 1].diff(dim=-2)]
+    scales = []
+    for step in steps:
+        torch.testing.assert_close(step, step[:, :1, :1].expand_as(step), rtol=1e-3, atol=1e-4)  # straight, even
+        scales.append(step[:, 0, 0] / (2.0 / 16))
+    area = scales[0] * scales[1]
+    assert float(area.min()) >= AREA[0] - 0.11  # a side that is cut at the whole image takes area away
+    assert float(area.max()) <= 1.0 + 1e-4
+    assert float(area.std()) > 0.05
+    assert float(inner.abs().max()) <= 1.0
+    assert not torch.equal(views[0], views[1])
+
+
+def test_views_are_the_same_for_the_same_seed_and_new_in_every_pass():
+    data = Augmented((ramp(), torch.zeros(64)), "crops", size=50)
+    first, second = ([x for x, _ in data] for _ in range(2))
+    assert [len(x) for x in first] == [50, 14]
+    assert not torch.equal(first[0], second[0])
+    assert torch.equal(next(iter(Augmented((ramp(), torch.zeros(64)), "crops", size=50)))[0], first[0])
+
+
+def test_batches_of_every_kind_keep_all_but_their_images():
+    flip = lambda images: images.flip(-1)  # noqa: E731
+    x, y = ramp(6), torch.arange(6)
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    assert all(torch.equal(a, b.flip(-1)) and torch.equal(c, d)
+               for (a, c), (b, d) in zip(Augmented(loader, flip), loader, strict=True))  # fmt: skip
+    named = next(iter(Augmented({"pixel_values": x.numpy(), "labels": y}, flip)))
+    assert torch.equal(named["pixel_values"], x.flip(-1))
+    assert torch.equal(named["labels"], y)
+    pair = next(iter(Augmented([({"pixel_values": x}, y)], flip)))
+    assert torch.equal(pair[0]["pixel_values"], x.flip(-1))
+    assert torch.equal(next(iter(Augmented(x, flip))), x.flip(-1))
+
+
+@pytest.mark.parametrize(
+    ("data", "augment", "message"),
+    [
+        ((torch.randn(5, 4), torch.zeros(5)), "crops", r"shape \(N, channels, height, width\) to augment, got shape"),
+        ((np.zeros((5, 3, 8, 8), np.uint8), torch.zeros(5)), "crops", "as real numbers, as the network takes them"),
+        ({"input_ids": torch.zeros(5, 4), "labels": torch.zeros(5)}, "crops", "one batch of images among input_ids"),
+        ([("a name", torch.zeros(5))], "crops", "to augment, got a str"),
+    ],
+)
+def test_what_is_no_image_is_refused(data, augment, message):
+    with pytest.raises(DataError, match=message):
+        list(Augmented(data, augment))
+
+
+def test_bad_requests_are_refused():
+    with pytest.raises(OptionError, match='Expected augment="crops" or a function'):
+        Augmented((ramp(), torch.zeros(64)), "flips")
+    with pytest.raises(DataError, match="give images, not its outputs"):
+        FMGP(None, "classification").fit(Outputs(torch.randn(5, 3), torch.zeros(5)), augment="crops")
+
+
+class Memory(nn.Module):
+    """Knows the images it was trained on, one of them a row, and guesses at any others."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        super().__init__()
+        self.images, self.labels = images.flatten(1), labels
+        self.last = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        distance, nearest = torch.cdist(x.flatten(1), self.images).min(1)
+        sure = nn.functional.one_hot(self.labels[nearest], 2) * 2.0 - 1.0
+        return 5.0 * sure + 0.0 * self.last(sure) + 0.0 * distance[:, None]
+
+
+def remembered(n: int = 600) -> tuple[Memory, torch.Tensor, torch.Tensor]:
+    g = G().manual_seed(0)
+    x, y = torch.randn(n, 1, 6, 6, generator=g), torch.randint(2, (n,), generator=g)
+    return Memory(x, y), x, y
+
+
+def test_memorised_data_are_doubted_and_views_of_them_are_not():
+    network, x, y = remembered()
+    with pytest.warns(PosthocWarning, match='right on 100.0% of them, with a mean loss of 4.5e-05.*augment="crops"'):
+        seen = FMGP(network, "classification", steps=5, num_inducing=5).fit((x, y))
+    views = FMGP(network, "classification", steps=5, num_inducing=5).fit((x, y), augment="crops")
+    assert float(views.predict(x).probs.max()) < float(seen.predict(x).probs.max()) - 0.05
+    with pytest.warns(PosthocWarning, match="seems to have seen these data"), pytest.warns(PosthocWarning, match="all"):
+        Temperature(network, "classification").fit((x, y))
+
+
+def test_errors_that_are_much_smaller_than_on_validation_data_are_doubted():
+    g = G().manual_seed(0)
+    f, noise = torch.randn(600, generator=g), torch.randn(600, generator=g)
+    train, val = Outputs(f, f + 0.1 * noise), Outputs(f, f + noise)
+    with pytest.warns(PosthocWarning, match=r"of size 0\.\d+ here and (1|0\.9)"):
+        doubt_memorised(train, val, "regression")
+    doubt_memorised(val, val, "regression")
+    doubt_memorised(train, None, "regression")
+    y = torch.randint(3, (600,), generator=g)
+    good = Outputs(2.0 * nn.functional.one_hot(y, 3).float(), y)
+    bad = Outputs(2.0 * nn.functional.one_hot((y + (torch.arange(600) % 2)) % 3, 3).float(), y)
+    with pytest.warns(PosthocWarning, match="on the validation data"):
+        doubt_memorised(good, bad, "classification")
+    doubt_memorised(bad, good, "classification")
+    doubt_memorised(good[:400], bad, "classification")

@@ -1,0 +1,457 @@
+"""Many methods on one model: the figures, the table, and the command."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import math
+import os
+import sys
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+from torch.utils.data import DataLoader, TensorDataset
+from typer.testing import CliRunner
+
+from posthoc import FMGP, MAP, DataError, OptionError, Outputs, PosthocError, Temperature, save_outputs
+from posthoc.cli import compare as command
+from posthoc.compare import Comparison, Row, compare, guess
+from posthoc.costs import measured
+from posthoc.evaluation import evaluate
+from posthoc.method import Job
+from posthoc.methods import REGISTRY, Ensemble
+from posthoc.report.tables import COLUMNS, Column, csv_table, digits, markdown_table, places, rich_table
+from tests.cases import QUICK, Noisy, inputs, labels, mlp, recorded, values
+
+
+def classified(n: int = 200, scale: float = 3.0, seed: int = 0) -> Outputs:
+    """Logits that are `scale` times too sure."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, 4, generator=g, dtype=torch.float64)
+    return Outputs(scale * logits, torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1))
+
+
+class Broken(MAP):
+    """A method with a bug."""
+
+    name = "broken"
+
+    def _fit(self, job: Job) -> None:
+        raise ZeroDivisionError("one over nothing")
+
+
+class Hungry(MAP):
+    """A method that needs 200 MB."""
+
+    name = "hungry"
+
+    def _fit(self, job: Job) -> None:
+        np.ones(200_000_000, dtype=np.uint8).sum()
+        super()._fit(job)
+
+
+# Figures.
+
+
+def test_figures_are_those_that_evaluate_gives():
+    train, test, ood = classified(), classified(seed=1), classified(scale=0.1, seed=2)
+    found = compare(None, train, test, ["map", "temperature"], ood=ood)
+    assert found.task == "classification"
+    expected = evaluate(Temperature(None, "classification").fit(train), test, ood=ood)
+    for name in ("nll", "accuracy", "ece", "brier", "aurc", "ood_auc", "ood_fpr95"):
+        assert found["temperature"].figures[name] == pytest.approx(expected[name], rel=1e-12)
+        assert found["map"].figures[name] == pytest.approx(expected[f"base_{name}"], rel=1e-12)
+    assert found["map"].figures["nll"] == pytest.approx(
+        float(torch.nn.functional.cross_entropy(test.outputs, test.targets)), rel=1e-12
+    )
+    assert torch.equal(found["temperature"].fitted.predict(test).mean, test.outputs)
+
+
+def test_time_is_of_the_fit_and_of_the_predictions(monkeypatch):
+    """By a clock that the method itself moves."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    class Slow(MAP):
+        name = "slow"
+
+        def _fit(self, job: Job) -> None:
+            now[0] += 7.0
+            super()._fit(job)
+
+        def _predictor(self, *, covariance: bool) -> Any:
+            plain = super()._predictor(covariance=covariance)
+
+            def predict(outputs: Outputs) -> Any:
+                now[0] += 2.0
+                return plain(outputs)
+
+            return predict
+
+    monkeypatch.setattr("posthoc.metrics.scores.Scores.compute", lambda self: now.__setitem__(0, now[0] + 100.0) or {})
+    figures = compare(None, classified(), classified(1500), [Slow])["slow"].figures
+    assert figures["fit_seconds"] == 7.0
+    assert figures["predict_seconds"] == 4.0  # two chunks of rows, and nothing of the scoring
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak can be reset on Linux alone")
+def test_memory_is_what_was_added_at_the_peak():
+    with measured(None) as cost:
+        np.ones(100_000_000, dtype=np.uint8).sum()
+    assert 90e6 < cost.memory < 130e6
+    found = compare(None, classified(), classified(), [Hungry, MAP])
+    figures = found["hungry"].figures
+    assert 190e6 < figures["fit_memory"] < 240e6
+    assert figures["predict_memory"] < 50e6
+    assert figures["peak_memory"] == figures["fit_memory"]
+    assert found["map"].figures["fit_memory"] < 50e6  # not what another method has needed
+
+
+def test_one_failure_does_not_stop_the_rest():
+    found = compare(None, classified(), classified(), [Broken, "gp", "map"])
+    broken, refused, fine = found.rows
+    assert (broken.error, broken.applies, broken.figures) == ("ZeroDivisionError: one over nothing", True, {})
+    assert broken.traceback is not None
+    assert "in _fit" in broken.traceback
+    assert refused.error is not None
+    assert not refused.applies
+    assert fine.error is None
+    text = str(found)
+    assert "broken (failed): ZeroDivisionError: one over nothing" in text
+    assert "gp (does not apply):" in text
+    assert "Traceback" not in text
+
+
+def test_a_network_and_raw_data_serve_the_methods_that_need_it():
+    model, other = Noisy(3), Noisy(3)
+    with torch.no_grad():
+        other.last.bias += 1.0
+    x, y = inputs(60), labels(60)
+    before = copy.deepcopy(model.state_dict())
+    loader = DataLoader(TensorDataset(x, y), batch_size=20)
+    pair = Ensemble([model, other], "classification")
+    found = compare(
+        model, loader, (x, y), ["map", "dropout", pair, (FMGP, QUICK)], val=(x, y), ood=inputs(30, seed=9), task=None
+    )
+    assert [row.method for row in found.rows] == ["map", "dropout", "ensemble", "fmgp"]
+    assert all(row.error is None for row in found.rows), [row.error for row in found.rows]
+    assert found["ensemble"].fitted is pair
+    nll = -float(pair.predict(x).log_prob(y).double().mean())
+    assert found["ensemble"].figures["nll"] == pytest.approx(nll, rel=1e-9)
+    assert "ood_auc" in found["dropout"].figures
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_regression():
+    model, x = mlp(2), inputs(80)
+    data = recorded(model, x, values(80, 2))
+    found = compare(None, data, data, ["map", "temperature"])
+    assert found.task == "regression"
+    residual = (data.targets - data.outputs).double()
+    assert found["map"].figures["rmse"] == pytest.approx(float(residual.square().mean().sqrt()), rel=1e-6)
+    assert "for classification, not for regression" in found["temperature"].error
+    assert {"nll", "crps", "cqm"} <= found["map"].figures.keys()
+
+
+def test_files_serve_as_data(tmp_path):
+    data = classified()
+    save_outputs(data, tmp_path / "data.npz")
+    found = compare(None, f"{tmp_path}/data.npz[:100]", tmp_path / "data.npz", "map")
+    assert found["map"].figures["accuracy"] == pytest.approx(
+        float((data.outputs.argmax(-1) == data.targets).double().mean())
+    )
+
+
+def test_all_is_every_method_of_the_registry():
+    data = recorded(mlp(1), inputs(), values())
+    found = compare(None, data, data)
+    assert [row.method for row in found.rows] == list(REGISTRY)
+    for row in found.rows:
+        assert REGISTRY[row.method].black_box or not row.applies
+    assert found["map"].figures
+
+
+# Who is compared.
+
+
+def test_methods_by_name_by_class_as_objects_and_with_options():
+    data = recorded(mlp(3), inputs(), labels())
+    made = FMGP(None, "classification", **{**QUICK, "num_inducing": 7})
+    found = compare(
+        None, data, data, ["map", Temperature, ("fmgp", QUICK), made, ("fmgp", {**QUICK, "seed": 9})], seed=5
+    )
+    assert [row.method for row in found.rows] == ["map", "temperature", "fmgp", "fmgp 2", "fmgp 3"]
+    assert found["fmgp"].fitted.num_inducing == QUICK["num_inducing"]
+    assert found["fmgp"].fitted.training.seed == 5
+    assert found["fmgp 2"].fitted is made
+    assert found["fmgp 3"].fitted.training.seed == 9
+    mine = compare(None, data, data, {"bare": "map", "ours": made})
+    assert [row.method for row in mine.rows] == ["bare", "ours"]
+    with pytest.raises(OptionError, match="Expected one of bare, ours, got 'map'"):
+        mine["map"]
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (["map", "laplase"], "got 'laplase'"),
+        ([("fmgp", {"stepz": 3})], "stepz"),
+        ([("map", {"steps": 3})], "Expected options that map knows, got others .*steps"),
+        ([], "at least one method"),
+        ([3], "by name, by class or as objects, got a int"),
+    ],
+)
+def test_slips_are_told_before_the_work(methods, message, monkeypatch):
+    monkeypatch.setattr(MAP, "fit", lambda *a, **k: pytest.fail("work was done before the check"))
+    with pytest.raises(OptionError, match=message):
+        compare(None, classified(), classified(), methods)
+
+
+def test_data_that_cannot_be_compared_on_are_refused():
+    data = classified()
+    with pytest.raises(DataError, match="Expected test data with targets"):
+        compare(None, data, Outputs(data.outputs), "map")
+    with pytest.raises(DataError, match="Expected train data to be read by one method after the other"):
+        compare(mlp(), iter([(inputs(), values())]), data, "map")
+    with pytest.raises(OptionError, match="leave them out for regression"):
+        compare(None, recorded(mlp(), inputs(), values()), recorded(mlp(), inputs(), values()), "map", ood=data)
+    with pytest.raises(DataError, match="no model to run"):
+        compare(None, (inputs(), values()), data, "map")
+    row = compare(None, data, data, [MAP(None, "classification"), MAP(None, "regression")])["map 2"]
+    assert row.error == "Expected a method for classification, got one for regression."
+
+
+def test_the_task_is_known_from_targets_and_outputs():
+    two, one, integers = torch.zeros(5, 2), torch.zeros(5), torch.zeros(5, dtype=torch.long)
+    assert guess(two, integers) == guess(two, integers[:, None]) == "classification"
+    assert guess(two, two) == guess(one, one) == guess(one[:, None], one) == "regression"
+    for outputs, targets in ((one, integers), (two, two.long())):
+        with pytest.raises(OptionError, match="say task="):
+            guess(outputs, targets)
+    with pytest.raises(DataError, match="Expected targets"):
+        guess(two, None)
+
+
+# The table.
+
+LOW, HIGH = Column("a", "A", "low", "{:.2f}".format), Column("a", "A", "high", "{:.2f}".format)
+
+
+def figures(**values: float) -> dict[str, dict[str, float]]:
+    return {name: {"a": value} for name, value in values.items()}
+
+
+def test_best_and_second_best():
+    three = figures(x=0.3, y=0.1, z=0.2)
+    assert places(LOW, three) == {"x": None, "y": 1, "z": 2}
+    assert places(HIGH, three) == {"x": 1, "y": None, "z": 2}
+
+
+def test_what_is_written_the_same_shares_a_place():
+    assert places(LOW, figures(x=0.101, y=0.102, z=0.2, w=0.3)) == {"x": 1, "y": 1, "z": None, "w": None}
+    assert places(LOW, figures(x=0.1, y=0.201, z=0.2, w=0.3)) == {"x": 1, "y": 2, "z": 2, "w": None}
+    assert places(LOW, figures(x=0.101, y=0.102)) == {"x": None, "y": None}
+    assert places(LOW, {**figures(x=0.1, y=math.nan, z=math.inf), "w": {}}) == {"x": 1, "y": None, "z": 2, "w": None}
+
+
+def test_tables_for_the_screen_for_a_page_and_for_a_program():
+    rows = {
+        "map": {"nll": 0.28151, "accuracy": 0.9262, "fit_seconds": 0.004, "peak_memory": 2e6, "aurc": 1 / 3},
+        "fmgp": {"nll": 0.2212, "accuracy": 0.9262, "fit_seconds": 123.4, "peak_memory": 1.5e9},
+    }
+    assert markdown_table("classification", rows) == (
+        "| method | NLL ↓ | accuracy ↑ | fit, s ↓ | memory, MB ↓ |\n"
+        "|---|---:|---:|---:|---:|\n"
+        "| map | *0.2815* | 0.9262 | **0.00** | **2** |\n"
+        "| fmgp | **0.2212** | 0.9262 | *123* | *1,500* |\n"
+    )
+    lines = list(csv.DictReader(csv_table(rows).splitlines()))
+    assert float(lines[0]["aurc"]) == 1 / 3
+    assert lines[1] == {"method": "fmgp", "nll": "0.2212", "accuracy": "0.9262", "fit_seconds": "123.4",
+                        "peak_memory": "1500000000.0", "aurc": ""}  # fmt: skip
+    text = str(Comparison("classification", tuple(Row(name, row) for name, row in rows.items())))
+    assert "0.2212¹" in text
+    assert "0.2815²" in text
+    assert "¹ best, ² second best" in text
+    assert "OOD" not in text  # nobody has such a figure
+    assert len(rich_table("classification", rows).columns) == 5
+
+
+def test_figures_in_the_users_units_have_four_digits():
+    assert [digits(v) for v in (0.00212045, 4.5, 45678.9, 1.23456e9)] == [
+        "0.002120",
+        "4.500",
+        "45,679",
+        "1.235e+09",
+    ]
+
+
+def test_every_column_is_a_figure_that_there_is():
+    data, reals = classified(), recorded(mlp(), inputs(), values())
+    for rows, ood in ((data, data), (reals, None)):
+        found = compare(None, rows, rows, "map", ood=ood)
+        assert {column.figure for column in COLUMNS[found.task]} <= found["map"].figures.keys()
+
+
+# The command.
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(command.compare)
+
+
+def posthoc(*args: str) -> str:
+    result = CliRunner().invoke(app, args)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Outputs of a classifier and of a regression; methods run in this process, which is quicker."""
+    for name, seed, scale in (("train", 0, 3.0), ("test", 1, 3.0), ("odd", 2, 0.1)):
+        save_outputs(classified(60, scale, seed), tmp_path / f"{name}.npz")
+    save_outputs(recorded(mlp(), inputs(), values()), tmp_path / "reals.npz")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "in_fresh_process", lambda function, *args: function(*args))
+    return tmp_path
+
+
+def test_command_in_processes_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    out = posthoc(
+        "train.npz", "--test", "test.npz", "--ood", "odd.npz", "-o", "r/s", "--methods", "temperature,dropout"
+    )
+    assert "temperature" in out
+    assert "dropout (does not apply): needs the network itself" in out
+    record = json.loads((folder / "r/s/temperature-0.json").read_text())
+    train, test, odd = (classified(60, scale, seed) for seed, scale in ((0, 3.0), (1, 3.0), (2, 0.1)))
+    expected = evaluate(Temperature(None, "classification").fit(train), test, ood=odd)
+    for name in ("nll", "accuracy", "ece", "brier", "ood_auc"):
+        assert record[name] == pytest.approx(expected[name], rel=1e-9)
+    assert record["fit_seconds"] > 0
+    assert record["method"] == record["configuration"]["method"] == "temperature"
+    assert record["data"] == {"train": "train.npz", "test": "test.npz", "ood": "odd.npz"}
+    assert record["seed"] == 0
+    assert record["error"] is None
+    assert {"posthoc", "torch", "python"} <= record["versions"].keys()
+    assert record["machine"]["cores"] > 0
+    assert set(os.listdir(folder / "r/s")) == {"temperature-0.json", "table.md", "table.csv"}
+
+
+def test_command_writes_tables_of_what_it_prints(folder: Path) -> None:
+    out = posthoc("reals.npz", "--test", "reals.npz", "-o", "r", "--methods", "map,temperature", "--seed", "3")
+    table = (folder / "r/table.md").read_text()
+    row = json.loads((folder / "r/map-3.json").read_text())
+    assert f"{row['nll']:.4f}" in out
+    assert f"{row['nll']:.4f}" in table
+    assert "- temperature (does not apply): temperature is for classification" in table
+    (line,) = csv.DictReader((folder / "r/table.csv").read_text().splitlines())
+    assert float(line["crps"]) == row["crps"]
+
+
+def test_command_takes_options_for_each_method(folder: Path) -> None:
+    (folder / "c.toml").write_text('[fmgp]\nsteps = 3\nnum_inducing = 5\n[fmgp.kernel]\ntype = "matern"\n')
+    posthoc("train.npz", "--test", "test.npz", "-o", "r", "--methods", "map,fmgp", "--config", "c.toml", "--set",
+            "fmgp.steps=4", "--set", "fmgp.seed=6")  # fmt: skip
+    options = json.loads((folder / "r/fmgp-0.json").read_text())["configuration"]["options"]
+    assert options["num_inducing"] == 5
+    assert options["kernel"]["type"] == "matern"
+    assert options["steps"] == 4
+    assert options["seed"] == 6
+
+
+def test_command_keeps_failures_and_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object, job: object) -> None:
+        raise ZeroDivisionError("one over nothing")
+
+    monkeypatch.setattr(Temperature, "_fit", fail)
+    out = posthoc("train.npz", "--test", "test.npz", "-o", "r", "--methods", "temperature,map")
+    assert "temperature (failed): ZeroDivisionError: one over nothing" in out
+    assert "Traceback" not in out
+    record = json.loads((folder / "r/temperature-0.json").read_text())
+    assert record["error"] == "ZeroDivisionError: one over nothing"
+    assert "in fail" in record["traceback"]
+    assert "nll" not in record
+    assert "nll" in json.loads((folder / "r/map-0.json").read_text())
+
+
+def test_command_outlives_a_method_that_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(function: Any, trial: command.Trial) -> Any:
+        if trial.name == "temperature":
+            raise BrokenProcessPool
+        return function(trial)
+
+    monkeypatch.setattr(command, "in_fresh_process", killed)
+    out = posthoc("train.npz", "--test", "test.npz", "-o", "r", "--methods", "temperature,map")
+    assert "temperature (failed): its process was killed" in out
+    assert "map" in (folder / "r/table.md").read_text()
+
+
+def test_a_process_that_is_killed_is_noticed():
+    with pytest.raises(BrokenProcessPool):
+        command.in_fresh_process(os._exit, 9)
+
+
+def test_command_says_so_where_nothing_applies(folder: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["reals.npz", "--test", "reals.npz", "-o", "r", "--methods", "dropout,temperature"]
+    )
+    assert result.exit_code == 1
+    assert "no method could be fitted" in result.output
+    assert not (folder / "r").exists()
+
+
+def test_an_interrupted_command_keeps_what_was_done(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: object, job: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Temperature, "_fit", interrupt)
+    result = CliRunner().invoke(app, ["train.npz", "--test", "test.npz", "-o", "r", "--methods", "map,temperature"])
+    assert result.exit_code == 130
+    assert "| map |" in (folder / "r/table.md").read_text()
+    assert set(os.listdir(folder / "r")) == {"map-0.json", "table.md", "table.csv"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train.npz --test test.npz -o taken --methods map", "found taken/table.md there already"),
+        ("train.npz --test test.npz -o train.npz --methods map", "Expected a folder, found a file"),
+        ("train.npz --test test.npz -o r --methods map,laplase", "got 'laplase'"),
+        ("train.npz --test test.npz -o r --methods map --set steps=3", "Expected options of a method that is compared"),
+        ("train.npz --test test.npz -o r --methods map --set fmgp.steps=3", "The methods are: map"),
+        ("train.npz --test test.npz -o r --methods fmgp --set fmgp.stepz=3", "stepz"),
+        ("train.npz --test none.npz -o r", "none.npz"),
+        ("train.npz --test reals.npz -o r", "Expected outputs of shape|class label"),
+        ("train.npz --test test.npz --ood reals.npz -o r", "Expected outputs of shape"),
+        ("reals.npz --test reals.npz --ood reals.npz -o r", "leave --ood out"),
+        ("odd.npz --test bare.npz -o r", "Expected test data with targets"),
+    ],
+)
+def test_bad_input_is_told_before_the_work(folder: Path, arguments: str, message: str) -> None:
+    np.savez(folder / "bare.npz", outputs=np.zeros((5, 4)))
+    (folder / "taken").mkdir()
+    (folder / "taken/table.md").write_text("mine")
+    before = sorted(str(path) for path in folder.rglob("*"))
+    with pytest.raises(PosthocError, match=message):
+        posthoc(*arguments.split())
+    assert sorted(str(path) for path in folder.rglob("*")) == before
+    assert (folder / "taken/table.md").read_text() == "mine"
+
+
+def test_force_replaces_results(folder: Path) -> None:
+    line = ("train.npz", "--test", "test.npz", "-o", "r", "--methods", "map")
+    posthoc(*line)
+    (folder / "r/map-0.json").write_text("old")
+    posthoc(*line, "--force")
+    assert json.loads((folder / "r/map-0.json").read_text())["method"] == "map"

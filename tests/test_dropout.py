@@ -1,0 +1,324 @@
+"""Predictions from draws, the noise around them, and MC dropout."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+from scipy.stats import norm
+from torch import Tensor, nn
+
+from posthoc import MAP, Categorical, FileError, Gaussian, OptionError, load
+from posthoc.files import read_head, write_head
+from posthoc.likelihoods import Likelihood
+from posthoc.methods import Dropout
+from posthoc.methods.drawing import likeliest_noise, set_noise
+from posthoc.sampled import from_draws
+from tests.cases import WIDTH, Noisy, answers, in_eval, inputs, labels, same, values
+
+S, N, C = 7, 5, 3
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def gaussian(width: int = C) -> Gaussian:
+    """Noise of 0.5 in units of each output's scale, 2, 4, 6, …"""
+    likelihood = Gaussian()
+    likelihood.start(torch.zeros(2, width), 2.0 * torch.arange(1.0, width + 1).expand(2, width))
+    with torch.no_grad():
+        likelihood.log_noise.fill_(np.log(0.5))
+    return likelihood
+
+
+def categorical(temperature: float = 1.0) -> Categorical:
+    return Categorical(temperature=temperature)
+
+
+# A predictive from draws.
+
+
+def test_probabilities_are_averages_of_softmaxes():
+    draws = drawn(S, N, C)
+    pred = from_draws(draws, categorical(2.0))
+    p = np.exp(draws.numpy() / 2.0)
+    expected = (p / p.sum(-1, keepdims=True)).mean(0)
+    np.testing.assert_allclose(pred.probs.numpy(), expected, rtol=1e-12)
+    np.testing.assert_allclose(
+        pred.log_prob(torch.tensor([0, 1, 2, 0, 1])), np.log(expected[range(N), [0, 1, 2, 0, 1]])
+    )
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_moments_are_those_of_the_draws(task):
+    draws = drawn(S, N, C)
+    classes = task == "classification"
+    pred = from_draws(draws, categorical() if classes else gaussian(), covariance=True)
+    noise = np.zeros(C) if classes else 0.5 * np.array([2.0, 4.0, 6.0]) ** 2
+    np.testing.assert_allclose(pred.mean, draws.numpy().mean(0))
+    np.testing.assert_allclose(pred.variance, draws.numpy().var(0) + noise, rtol=1e-6)
+    for n in range(N):
+        expected = np.cov(draws[:, n].numpy(), rowvar=False, bias=True) + np.diag(noise)
+        np.testing.assert_allclose(pred.covariance[n], expected, rtol=1e-6, atol=1e-12)
+    without = from_draws(draws, categorical() if classes else gaussian())
+    with pytest.raises(OptionError, match="covariance=True"):
+        _ = without.covariance
+
+
+def test_regression_without_a_column_has_none_in_the_answer():
+    draws = drawn(S, N)
+    pred = from_draws(draws, gaussian(1))
+    assert pred.mean.shape == pred.noise.shape == pred.latent_variance.shape == (N,)
+    np.testing.assert_allclose(pred.latent_variance, draws.numpy().var(0))
+    assert pred.covariance.shape == (N, 1, 1)
+
+
+def test_mutual_information_is_entropy_less_the_mean_entropy():
+    draws = 2.0 * drawn(S, N, C)
+    pred = from_draws(draws, categorical(0.7))
+    p = torch.softmax(draws / 0.7, -1).numpy()
+    entropy = lambda q: -(q * np.log(q)).sum(-1)  # noqa: E731
+    np.testing.assert_allclose(pred.mutual_information(), entropy(p.mean(0)) - entropy(p).mean(0), rtol=1e-9)
+    agreed = from_draws(draws[:1].expand(S, -1, -1), categorical())
+    np.testing.assert_allclose(agreed.mutual_information(), 0.0, atol=1e-12)
+
+
+def test_samples_are_whole_functions():
+    draws = drawn(S, N, C)
+    some = from_draws(draws, categorical()).sample(700, torch.Generator().manual_seed(1))
+    which = [[torch.equal(f, draw) for draw in draws].index(True) for f in some]  # the same draw for every row
+    count = Counter(which)
+    assert set(count) == set(range(S))
+    assert max(count.values()) < 150
+
+
+def test_samples_of_a_regression_have_noise_around_the_functions():
+    draws = drawn(S, N, C)
+    pred = from_draws(draws, gaussian(), covariance=True)
+    some = pred.sample(40_000, torch.Generator().manual_seed(1)).numpy()
+    np.testing.assert_allclose(some.mean(0), pred.mean, atol=0.1)
+    for n in range(N):
+        np.testing.assert_allclose(np.cov(some[:, n], rowvar=False), pred.covariance[n], rtol=0.05, atol=0.25)
+    with pytest.raises(OptionError, match="at least one draw"):
+        pred.sample(0)
+
+
+@pytest.mark.parametrize("likelihood", [categorical(2.0), gaussian()])
+def test_rows_batches_and_devices(likelihood: Likelihood):
+    draws = drawn(S, N, C)
+    whole = from_draws(draws, likelihood, covariance=True)
+    parts = [from_draws(draws[:, rows], likelihood, covariance=True) for rows in (slice(0, 2), slice(2, N))]
+    joined = type(whole).cat(parts)
+    assert same(answers(joined), answers(whole))
+    assert torch.equal(
+        joined.sample(3, torch.Generator().manual_seed(0)), whole.sample(3, torch.Generator().manual_seed(0))
+    )
+    row = whole[3]
+    assert row.draws.shape == (1, S, C)
+    assert torch.equal(row.draws[0], draws[:, 3])
+    assert torch.equal(row.covariance, whole.covariance[3:4])
+    moved = whole.to("meta")
+    assert moved.draws.device.type == moved.mean.device.type == "meta"
+
+
+def test_half_precision_is_worked_out_in_more():
+    draws = (1000.0 + drawn(S, N, C)).to(torch.float16)
+    pred = from_draws(draws, categorical())
+    assert pred.mean.dtype == pred.variance.dtype == pred.log_probs.dtype == pred.draws.dtype == torch.float32
+    np.testing.assert_allclose(pred.variance, draws.double().numpy().var(0), rtol=1e-5)
+
+
+# The noise.
+
+
+def test_noise_is_the_likeliest():
+    spread = drawn(400, 1, seed=1).square() + 0.1
+    residual = drawn(400, 1, seed=2) * (spread + 0.7).sqrt()
+    found = float(likeliest_noise(residual.square(), spread))
+
+    def nll(noise: float) -> float:
+        return -norm.logpdf(residual.numpy(), scale=np.sqrt(spread.numpy() + noise)).sum()
+
+    best = minimize_scalar(nll, bounds=(1e-3, 10.0), method="bounded", options={"xatol": 1e-9})
+    assert found == pytest.approx(best.x, rel=1e-5)
+    assert found != pytest.approx(float((residual.square() - spread).mean()), rel=1e-2)  # which is easier, and worse
+
+
+def test_noise_is_never_gone():
+    residual, spread = drawn(50, 2), torch.full((50, 2), 100.0)
+    torch.testing.assert_close(likeliest_noise(residual.square(), spread), 0.01 * residual.square().mean(0))
+
+
+@pytest.mark.parametrize("form", ["shared", "per_output"])
+def test_noise_is_given_in_the_users_units(form):
+    likelihood = Gaussian(form)
+    likelihood.start(torch.zeros(2, 2, dtype=torch.float64), torch.tensor([[10.0, 1.0], [10.0, 1.0]]))
+    set_noise(likelihood, torch.tensor([200.0, 1.0], dtype=torch.float64))
+    expected = [150.0, 1.5] if form == "shared" else [200.0, 1.0]
+    assert (likelihood.noise * likelihood.scale.square()).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("form", ["shared", "per_output"])
+def test_a_fit_finds_what_dropout_does_not_explain(form):
+    x, model = inputs(200), Noisy(2)
+    y = in_eval(model, x) + 3.0 * values(200, 2)
+    method = Dropout(model, Gaussian(form), samples=200).fit((x, y))
+    pred = method.predict(x)
+    square, spread = (pred.mean - y).double().square(), pred.latent_variance.double()
+    unit = method.likelihood.scale.square()
+    if form == "shared":
+        expected = likeliest_noise((square / unit).reshape(-1, 1), (spread / unit).reshape(-1, 1)) * unit
+    else:
+        expected = likeliest_noise(square, spread)
+    torch.testing.assert_close(pred.noise[0].double(), expected, rtol=1e-4, atol=0)
+
+
+# MC dropout.
+
+
+def test_mean_and_variance_are_those_of_dropout():
+    """One linear layer on inputs of which each is dropped with probability p: known in closed form."""
+    p, model = 0.3, nn.Sequential(nn.Dropout(0.3), nn.Linear(WIDTH, 1))
+    x, w = inputs(20), model[1].weight.detach()
+    pred = Dropout(model, "regression", samples=4000).fit((x, values(20))).predict(x)
+    torch.testing.assert_close(pred.mean, in_eval(model, x), rtol=0, atol=0.06)
+    torch.testing.assert_close(
+        pred.latent_variance, (x * w).square().sum(-1, keepdim=True) * p / (1 - p), rtol=0.1, atol=1e-3
+    )
+
+
+class Attentive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True)
+        self.body, self.last = nn.TransformerEncoder(layer, 1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.body(x[:, :, None].expand(-1, -1, 4)).mean(1))
+        return out
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = nn.GRU(1, 4, num_layers=2, dropout=0.5, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.body(x[:, :, None])[0][:, -1])
+        return out
+
+
+@pytest.mark.parametrize("kind", [Noisy, Attentive, Recurrent])
+def test_dropout_is_on_wherever_it_is_in_a_network(kind):
+    model = kind() if kind is not Noisy else Noisy(2)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    pred = Dropout(model, "classification", samples=10).fit((inputs(), labels(classes=2))).predict(inputs())
+    assert (pred.variance > 0).any(-1).all()
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+
+
+def test_nothing_but_dropout_is_on():
+    """BatchNorm keeps its statistics: with dropout that drops next to nothing the network answers as in eval mode."""
+    model = Noisy(2)
+    dropout = model.body.get_submodule("3")
+    assert isinstance(dropout, nn.Dropout)
+    dropout.p = 1e-7
+    pred = Dropout(model, "classification", samples=3).fit((inputs(), labels(classes=2))).predict(inputs())
+    torch.testing.assert_close(pred.mean, in_eval(model, inputs()))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_network_and_the_random_numbers_stay_as_they_were(training):
+    model = Noisy(2).train(training)
+    model.body.get_submodule("3").eval()
+    flags = [part.training for part in model.modules()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    Dropout(model, "classification").fit((inputs(), labels(classes=2))).predict(inputs())
+    assert torch.equal(torch.rand(3), expected)
+    assert [part.training for part in model.modules()] == flags
+    assert same(dict(model.state_dict()), state)
+
+
+class Breaks(nn.Module):
+    """Raises at a given call."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.body, self.left = Noisy(2), at
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if not self.left:
+            raise ZeroDivisionError
+        out: Tensor = self.body(x)
+        return out
+
+
+def test_an_exception_leaves_the_network_and_the_fit_as_they_were():
+    model = Breaks(0)
+    method = Dropout(model, "regression", samples=4).fit((inputs(), values(outputs=2)))
+    before = answers(method.predict(inputs()))
+    for call in (lambda: method.fit((inputs(), 9.0 * values(outputs=2))), lambda: method.predict(inputs())):
+        flags = [part.training for part in model.modules()]
+        model.left = 3  # among the draws
+        with pytest.raises(ZeroDivisionError):
+            call()
+        assert [part.training for part in model.modules()] == flags
+        assert torch.backends.mha.get_fastpath_enabled()
+        assert same(answers(method.predict(inputs())), before)
+
+
+def test_nobody_meets_the_network_with_dropout_on():
+    """Another thread's plain predictions, while draws are taken."""
+    model, x, y = Noisy(2), inputs(64), values(64, 2)
+    plain = MAP(model, "regression").fit((x, y))
+    expected, wrong, stop = plain.predict(x).mean, [], threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            if not torch.equal(plain.predict(x).mean, expected):
+                wrong.append(1)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        Dropout(model, "regression", samples=200).fit((x, y)).predict(x)
+    finally:
+        stop.set()
+        watcher.join()
+    assert not wrong
+
+
+def test_noise_is_found_on_validation_data_where_there_are_any():
+    model, x = Noisy(1), inputs(100)
+    near, far = (in_eval(model, x) + s * values(100) for s in (0.01, 50.0))
+    assert Dropout(model, "regression").fit((x, near), val=(x, far)).predict(x).noise[0].item() > 1000.0
+
+
+def test_refuses_what_it_cannot_do(tmp_path):
+    model = Noisy(2)
+    for network in (nn.Linear(3, 2), nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 2))):
+        with pytest.raises(OptionError, match="needs a network with dropout layers"):
+            Dropout(network, "classification")
+    with pytest.raises(OptionError, match="samples"):
+        Dropout(model, "classification", samples=1)
+    method = Dropout(model, "regression", samples=4).fit((inputs(), values(outputs=2)))
+    method.save(tmp_path / "head")
+    with pytest.raises(OptionError, match="got samples"):
+        Dropout.load(tmp_path / "head", model=model, samples=3)
+    with pytest.raises(OptionError, match="give it"):
+        load(tmp_path / "head")
+    with pytest.raises(FileError, match="found another"):
+        load(tmp_path / "head", model=nn.Sequential(nn.Dropout(), nn.Linear(3, 2)))
+    tensors, config = read_head(tmp_path / "head")
+    write_head(tmp_path / "changed", {**tensors, "likelihood.scale": torch.ones(5)}, config)
+    with pytest.raises(FileError, match=r"found one in .*changed that it cannot \(KeyError\('scale'\)\)"):
+        load(tmp_path / "changed", model=model)

@@ -1,0 +1,140 @@
+"""Deep ensembles."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from posthoc import DataError, FileError, Gaussian, OptionError, load
+from posthoc.files import read_head
+from posthoc.methods import Ensemble
+from tests.cases import Noisy, answers, in_eval, inputs, labels, mlp, recorded, same, values
+
+
+def networks(count: int = 3, outputs: int = 3) -> list[nn.Sequential]:
+    return [mlp(outputs, seed=seed) for seed in range(count)]
+
+
+def test_probabilities_are_averaged_over_the_networks():
+    members, x = networks(), inputs()
+    pred = Ensemble(members, "classification").fit((x, labels())).predict(x, covariance=True)
+    said = torch.stack([in_eval(member, x) for member in members]).double()
+    torch.testing.assert_close(pred.probs.double(), said.softmax(-1).mean(0))
+    torch.testing.assert_close(pred.mean.double(), said.mean(0))
+    torch.testing.assert_close(pred.variance.double(), said.var(0, unbiased=False))
+    assert torch.equal(pred.sample(2, torch.Generator().manual_seed(0))[0], pred.draws[:, 2])
+
+
+def test_regression_adds_the_noise_that_is_left():
+    """Where the networks agree, the noise is the mean square of their residuals."""
+    one = mlp(2)
+    x, y = inputs(200), values(200, 2)
+    pred = Ensemble([one, copy.deepcopy(one)], "regression").fit((x, y)).predict(x)
+    residual = (y - in_eval(one, x)).square().mean(0)
+    assert (pred.latent_variance < 1e-12).all()
+    torch.testing.assert_close(pred.noise[0], residual)
+    far = copy.deepcopy(one)
+    with torch.no_grad():
+        far[2].bias += 0.4
+    apart = Ensemble([one, far], Gaussian(noise="per_output")).fit((x, y)).predict(x)
+    torch.testing.assert_close(apart.latent_variance, torch.full_like(apart.mean, 0.2**2))
+    torch.testing.assert_close(apart.noise[0], (y - apart.mean).square().mean(0) - 0.2**2)
+
+
+def test_noise_is_found_on_validation_data_where_there_are_any():
+    members, x = networks(outputs=1), inputs(100)
+    near, far = (torch.stack([in_eval(m, x) for m in members]).mean(0) + s * values(100) for s in (0.01, 5.0))
+    fit = Ensemble(members, "regression").fit((x, near), val=DataLoader(TensorDataset(x, far), batch_size=30))
+    assert fit.predict(x).noise[0].item() == pytest.approx(25.0, rel=0.5)
+    with pytest.raises(DataError, match="runs the network"):
+        Ensemble(members, "regression").fit((x, near), val=recorded(members[0], x, far))
+
+
+def test_every_network_comes_back_as_it_was():
+    members = [Noisy(2), Noisy(2).eval(), Noisy(2)]
+    with torch.no_grad():
+        for i, member in enumerate(members):
+            member.last.bias += i
+    members[2].body.eval()
+    flags = [[part.training for part in member.modules()] for member in members]
+    states = [{name: value.clone() for name, value in member.state_dict().items()} for member in members]
+    method = Ensemble(members, "classification").fit((inputs(), labels(classes=2)))
+    before = answers(method.predict(inputs()))
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    handle = members[1].last.register_forward_hook(broken)
+    for call in (lambda: method.predict(inputs()), lambda: method.fit((inputs(), labels(classes=2)))):
+        with pytest.raises(ZeroDivisionError):
+            call()
+    handle.remove()
+    assert [[part.training for part in member.modules()] for member in members] == flags
+    assert all(same(dict(m.state_dict()), state) for m, state in zip(members, states, strict=True))
+    assert same(answers(method.predict(inputs())), before)
+
+
+def test_networks_may_be_of_different_kinds():
+    members = [mlp(3), nn.Linear(3, 3), lambda_module()]
+    x = inputs()
+    pred = Ensemble(members, "classification").fit((x, labels())).predict(x)
+    torch.testing.assert_close(pred.mean, torch.stack([in_eval(m, x) for m in members]).mean(0))
+
+
+def lambda_module() -> nn.Module:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2.0 * x
+
+    return Plain()
+
+
+def test_one_logit_is_of_the_second_class():
+    members, x = networks(2, outputs=1), inputs()
+    pred = Ensemble(members, "classification").fit((x, labels(classes=2))).predict(x)
+    p = torch.stack([in_eval(m, x).sigmoid() for m in members]).mean(0)
+    torch.testing.assert_close(pred.probs, torch.cat([1 - p, p], -1))
+
+
+def test_a_head_holds_the_noise_and_who_it_is_of(tmp_path):
+    members, x = networks(outputs=1), inputs()
+    method = Ensemble(nn.ModuleList(members), "regression").fit((x, values()))
+    method.save(tmp_path / "head")
+    assert set(read_head(tmp_path / "head")[0]) == {"likelihood.log_noise", "likelihood.scale"}
+    again = load(tmp_path / "head", model=members)
+    assert same(answers(again.predict(x)), answers(method.predict(x)))
+    for others in (members[:2], members[::-1], [*members[:2], mlp(1, seed=9)]):
+        with pytest.raises(FileError, match="found another"):
+            Ensemble.load(tmp_path / "head", model=others)
+    with pytest.raises(OptionError, match="one Sequential: give a list"):
+        Ensemble.load(tmp_path / "head", model=members[0])
+    with pytest.raises(OptionError, match=r"load\(path, model="):
+        Ensemble.load(tmp_path / "head")
+    with pytest.raises(OptionError, match="got members"):
+        Ensemble.load(tmp_path / "head", model=members, members=3)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        (mlp(3), "averages several networks, got one Sequential"),
+        ([mlp(3)], "at least two networks, each of them once, got 1"),
+        ([], "at least two networks, each of them once, got 0"),
+        ([mlp(3)] * 2, "at least two networks, each of them once, got 2"),
+        ([mlp(3), lambda x: x], "each an nn.Module, got a function in it"),
+        ("networks", "got a str in it"),
+        ([mlp(3), nn.Linear(3, 3, device="meta")], "on one device, got cpu and meta"),
+    ],
+)
+def test_bad_networks_are_refused(members, message):
+    with pytest.raises(OptionError, match=message):
+        Ensemble(members, "classification")
+
+
+def test_networks_of_different_widths_are_refused():
+    with pytest.raises(DataError, match=r"as many outputs each, got outputs of shapes \[\(30, 2\), \(30, 3\)\]"):
+        Ensemble([mlp(3), mlp(2)], "classification").fit((inputs(), labels()))

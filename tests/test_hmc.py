@@ -1,0 +1,247 @@
+"""Hamiltonian Monte Carlo against posteriors that can be had otherwise: in closed form, or by summing over a grid."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from posthoc.batches import Batch
+from posthoc.errors import DataError, FileError, MissingExtraError, OptionError, PosthocWarning
+from posthoc.likelihoods import Categorical, Gaussian
+from posthoc.methods.hmc import HMC
+from posthoc.methods.hmc_sampler import UNIFORM_UP_TO, WeightPosterior, agreement, noise_bound
+from posthoc.methods.network import LabelledBatch
+from tests.cases import Noisy, inputs, labels, mlp, values
+
+D = torch.float64
+QUICK = {"samples": 5, "warmup": 5, "chains": 2, "max_tree_depth": 2, "max_r_hat": None}
+
+
+def linear(outputs: int = 1, width: int = 2, seed: int = 1) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Linear(width, outputs, bias=False).double()
+
+
+def line(n: int = 25, noise: float = 0.5) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 2, generator=g, dtype=D)
+    truth = torch.tensor([[0.7], [-1.2]], dtype=D)
+    return x, x @ truth + noise * torch.randn(n, 1, generator=g, dtype=D)
+
+
+class Conjugate:
+    """Bayesian linear regression with weights N(0, s²) and a uniform noise variance: given σ² all is Gaussian, and σ²
+    itself is summed over a grid."""
+
+    def __init__(self, x: Tensor, y: Tensor, prior_std: float, bound: float) -> None:
+        grid = (torch.arange(2000, dtype=D) + 0.5) * bound / 2000
+        variance = grid[:, None, None]
+        covariance = torch.linalg.inv(x.mT @ x / variance + torch.eye(2, dtype=D) / prior_std**2)
+        mean = (covariance @ x.mT @ y / variance).squeeze(-1)
+        evidence = prior_std**2 * x @ x.mT + variance * torch.eye(len(x), dtype=D)
+        zero = torch.zeros(len(x), dtype=D)
+        p = torch.distributions.MultivariateNormal(zero, evidence).log_prob(y[:, 0]).softmax(0)
+        self.mean = p @ mean
+        away = mean - self.mean
+        self.covariance = torch.einsum("s,sij->ij", p, covariance + away[:, :, None] * away[:, None, :])
+        self.noise = float(p @ grid)
+        self.noise_std = float((p @ (grid - self.noise).square()).sqrt())
+
+
+def test_the_energy_is_minus_the_log_density():
+    """Its differences, from the distributions' own densities and the derivative of σ²(u)."""
+    x, y = line()
+    likelihood = Gaussian("per_output")
+    likelihood.start(torch.zeros_like(y), y)
+    posterior = WeightPosterior(
+        answer=lambda w, labelled: labelled.batch.args[0] @ w[:, None],
+        batches=[LabelledBatch(Batch((x,), {}, None), y)],
+        likelihood=likelihood,
+        prior_std=0.3,
+        bound=noise_bound(likelihood, y),
+        weight=1.0,
+    )
+
+    def energy(w: Tensor, u: Tensor) -> Tensor:
+        variance = posterior.noise(u) * likelihood.scale.square()
+        slope = torch.autograd.functional.jacobian(posterior.noise, u).abs().log().sum()
+        log_density = torch.distributions.Normal(x @ w[:, None], variance.sqrt()).log_prob(y).sum()
+        return -(torch.distributions.Normal(0.0, 0.3).log_prob(w).sum() + log_density + slope)
+
+    g = torch.Generator().manual_seed(1)
+    places = [(torch.randn(2, generator=g, dtype=D), torch.randn(1, generator=g, dtype=D)) for _ in range(3)]
+    ours = torch.stack([posterior({"weights": w, "noise": u}) for w, u in places])
+    expected = torch.stack([energy(w, u) for w, u in places])
+    torch.testing.assert_close(ours.diff(), expected.diff())
+    assert float(posterior.bound) == pytest.approx(UNIFORM_UP_TO)  # no network: its residuals are the targets
+
+
+def test_linear_regression_is_the_closed_form():
+    x, y = line()
+    network = linear()
+    method = HMC(network, "regression", samples=250, warmup=60, chains=2, prior_std=0.8, max_tree_depth=4)
+    method.fit((x, y))
+    with torch.no_grad():
+        error = float((network(x) - y).square().mean())
+    exact = Conjugate(x, y, 0.8, UNIFORM_UP_TO * max(float(y.var(unbiased=False)), error))
+    draws, noise = method.weights, method.noise
+    assert draws is not None
+    assert noise is not None
+    assert draws.shape == (500, 2)
+    ess = method.diagnostics["ess"]
+    assert ess > 150
+    assert method.diagnostics["r_hat"] < 1.05
+    assert sum(method.diagnostics["divergences"]) == 0
+    std = exact.covariance.diagonal().sqrt()
+    assert ((draws.mean(0) - exact.mean) / std).abs().max() < 4.0 / math.sqrt(ess)
+    relative = draws.mT.cov() / torch.outer(std, std) - exact.covariance / torch.outer(std, std)
+    assert relative.abs().max() < 4.0 * math.sqrt(2.0 / ess)
+    assert abs(float(noise.mean()) - exact.noise) / exact.noise_std < 4.0 / math.sqrt(ess)
+    assert abs(float(noise.std()) / exact.noise_std - 1.0) < 0.3
+    # and so is the predictive
+    t = torch.tensor([[1.0, 0.0], [2.0, 3.0]], dtype=D)
+    pred = method.predict(t)
+    expected = (t @ exact.covariance @ t.mT).diagonal()[:, None]
+    torch.testing.assert_close(pred.latent_variance, expected, rtol=0.3, atol=0)
+    torch.testing.assert_close(pred.noise, noise.mean().expand(2, 1))
+    torch.testing.assert_close(pred.mean, t @ draws.mean(0)[:, None])
+
+
+def test_classification_is_the_sum_over_a_grid():
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(15, 1, generator=g, dtype=D)
+    y = (x[:, 0] + 0.5 * torch.randn(15, generator=g, dtype=D) > 0).long()
+    method = HMC(linear(2, width=1), "classification", samples=250, warmup=60, prior_std=1.5, max_tree_depth=4)
+    method.fit((x, y))
+    axis = torch.linspace(-8.0, 8.0, 161, dtype=D)
+    a, b = torch.meshgrid(axis, axis, indexing="ij")
+    weights = torch.stack([a.reshape(-1), b.reshape(-1)], -1)  # (K, 2)
+    logits = weights[:, None, :] * x[None]  # (K, N, 2)
+    log_p = logits.log_softmax(-1).gather(-1, y.expand(len(weights), -1)[..., None]).sum((1, 2))
+    p = (log_p - 0.5 * (weights / 1.5).square().sum(-1)).softmax(0)
+    mean = p @ weights
+    std = (p @ (weights - mean).square()).sqrt()
+    draws, ess = method.weights, method.diagnostics["ess"]
+    assert draws is not None
+    assert ess > 150
+    assert ((draws.mean(0) - mean) / std).abs().max() < 4.0 / math.sqrt(ess)
+    assert ((draws.std(0) / std) - 1.0).abs().max() < 0.2
+    t = torch.tensor([[0.3], [-2.0]], dtype=D)
+    expected = torch.einsum("k,knc->nc", p, (weights[:, None, :] * t[None]).softmax(-1))
+    torch.testing.assert_close(method.predict(t).probs, expected, rtol=0, atol=0.04)
+
+
+def test_r_hat_and_ess_know_good_chains_from_bad():
+    g = torch.Generator().manual_seed(0)
+    independent = torch.randn(3, 300, 2, generator=g, dtype=D)
+    r_hat, ess = agreement(independent)
+    assert r_hat < 1.02
+    assert 500 < ess < 1800
+    apart = independent + 3.0 * torch.arange(3, dtype=D)[:, None, None]
+    assert agreement(apart)[0] > 2.0
+    slow = independent.cumsum(1)
+    assert agreement(slow)[1] < 30
+    assert agreement(torch.ones(2, 10, 1, dtype=D))[0] == math.inf
+
+
+def test_chains_that_do_not_agree_are_doubted():
+    x, y = line()
+    method = HMC(linear(), "regression", samples=4, warmup=1, chains=3, max_tree_depth=1)
+    with pytest.warns(PosthocWarning, match="R-hat is .* max_tree_depth"):
+        method.fit((x, y))
+    assert method.fitted
+
+
+def test_loaders_and_arrays_have_the_same_posterior():
+    x, y = line()
+    loader = DataLoader(TensorDataset(x, y), batch_size=7)
+    whole, parts = (HMC(linear(), "regression", **QUICK).fit(data).weights for data in ((x, y), loader))
+    assert whole is not None
+    assert parts is not None
+    torch.testing.assert_close(whole, parts)
+
+
+def test_num_data_counts_points_more_than_once():
+    x, y = line()
+    once = HMC(linear(), "regression", **QUICK).fit((torch.cat([x, x]), torch.cat([y, y]))).weights
+    twice = HMC(linear(), "regression", **QUICK).fit((x, y), num_data=50).weights
+    assert once is not None
+    assert twice is not None
+    torch.testing.assert_close(once, twice)
+
+
+def test_frozen_weights_stay(tmp_path):
+    model, x, y = mlp(2), inputs(), values(outputs=2)
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    method = HMC(model, Gaussian("per_output"), **QUICK).fit((x, y))
+    assert method.names == ["2.weight", "2.bias"]
+    assert method.weights is not None
+    assert method.noise is not None
+    assert method.weights.shape == (10, 14)
+    assert method.noise.shape == (10, 2)
+    with torch.no_grad():
+        hidden = model[:-1](x)
+        expected = torch.stack([hidden @ w[:12].view(2, 6).mT + w[12:] for w in method.weights]).mean(0)
+    pred = method.predict(x)
+    torch.testing.assert_close(pred.mean, expected)
+    # What was frozen then need not be frozen now.
+    method.save(tmp_path / "head.safetensors")
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    again = HMC.load(tmp_path / "head.safetensors", model=model)
+    assert torch.equal(again.predict(x).variance, pred.variance)
+    assert again.diagnostics == method.diagnostics
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(OptionError, match="requires_grad_"):
+        HMC(model, "regression").fit((x, y))
+
+
+def test_a_network_with_buffers_is_left_alone():
+    model, x, y = Noisy(3), inputs(), labels()
+    model.train()
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.random.get_rng_state()
+    HMC(model, "classification", **QUICK).fit((x, y)).predict(x)
+    assert model.training
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_fixed_temperature_is_used():
+    x, y = inputs(), labels()
+    cold, warm = (HMC(mlp(3), Categorical(temperature=t), **QUICK).fit((x, y)) for t in (1.0, 5.0))
+    assert cold.weights is not None
+    assert warm.weights is not None
+    assert not torch.equal(cold.weights, warm.weights)
+    assert float(warm.predict(x).temperature) == pytest.approx(5.0)
+
+
+def test_bad_input(monkeypatch, tmp_path):
+    x, y = line()
+    with pytest.raises(OptionError, match="samples"):
+        HMC(linear(), "regression", samples=3)
+    with pytest.raises(OptionError, match="prior_std"):
+        HMC(linear(), "regression", prior_std=0.0)
+    with pytest.raises(OptionError, match="checkpoint"):
+        HMC(linear(), "regression").fit((x, y), checkpoint=tmp_path / "c")
+    big = nn.Linear(2, 300_000, bias=False)
+    with pytest.raises(OptionError, match=r"hours.*600,000 weights, 25 points.*fmgp, laplace or mfvi") as caught:
+        HMC(big, "classification", samples=1000, chains=4).fit((x.float(), torch.zeros(25, dtype=torch.long)))
+    assert "GB" in str(caught.value)
+    with pytest.raises(DataError, match="targets"):
+        HMC(linear(), "regression", **QUICK).fit(x)
+    method = HMC(linear(), "regression", **QUICK).fit((x, y))
+    method.save(tmp_path / "head.safetensors")
+    with pytest.raises(FileError, match="another"):
+        HMC.load(tmp_path / "head.safetensors", model=linear(seed=2))
+    monkeypatch.setitem(sys.modules, "pyro", None)
+    with pytest.raises(MissingExtraError, match=r"posthoc\[hmc\]"):
+        HMC(linear(), "regression")

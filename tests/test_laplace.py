@@ -1,0 +1,558 @@
+"""The linearised Laplace approximation against dense computations and against laplace-torch."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from scipy.optimize import minimize
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from posthoc import Categorical, Gaussian, Outputs
+from posthoc.errors import DataError, LayerError, NotFittedError, OptionError, PosthocWarning
+from posthoc.fmgp.covariance import correction, marginal_variance
+from posthoc.kernels import Constant, Linear, gram
+from posthoc.methods.curvature import of_classes
+from posthoc.methods.evidence import best_evidence
+from posthoc.methods.laplace import Laplace
+from posthoc.methods.last_layer import find_last_layer
+
+DOUBLE = torch.float64
+FORMS = ("kron", "full", "diag")
+CPU = torch.device("cpu")
+
+
+def network(width, bias=True, seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, width, bias=bias)).double().eval()
+
+
+def case(task, width=3, n=80, bias=True, seed=1):
+    """A network, points, targets that it explains in part, and its outputs as a file would hold them."""
+    model, g = network(width, bias), torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 3, dtype=DOUBLE, generator=g)
+    with torch.no_grad():
+        features, said = model[:-1](x), model(x)
+    if task == "classification":
+        y = torch.multinomial((2.0 * said).softmax(-1), 1, generator=g).squeeze(-1)
+    else:
+        y = said + 0.3 * torch.randn(said.shape, dtype=DOUBLE, generator=g)
+    return model, x, y, Outputs(said, y, features)
+
+
+def one(features):
+    return torch.cat([features, torch.ones(len(features), 1, dtype=DOUBLE)], -1)
+
+
+def jacobians(features, width):  # (N, C, C D)
+    eye = torch.eye(width, dtype=DOUBLE)
+    return torch.einsum("cd,nf->ncdf", eye, one(features)).flatten(2)
+
+
+def dense_hessian(data, form, noise=1.0):
+    """Σ Jᵀ Λ J, one point at a time; KFAC as the product of its factors."""
+    width, features = data.outputs.shape[1], data.features
+    classes = data.targets.ndim == 1
+    total, blocks = 0.0, 0.0
+    for j, f in zip(jacobians(features, width), data.outputs, strict=True):
+        p = f.softmax(-1)
+        block = torch.diag(p) - torch.outer(p, p) if classes else torch.eye(width, dtype=DOUBLE) / noise
+        total, blocks = total + j.mT @ block @ j, blocks + block
+    if form == "full":
+        return total
+    if form == "diag":
+        return total.diag().diag()
+    a = one(features).mT @ one(features) / len(features)
+    a[-1, :-1] = a[:-1, -1] = 0.0
+    return torch.kron(blocks, a)
+
+
+def test_the_posterior_is_the_inverse_of_the_dense_matrix():
+    for form in FORMS:
+        _, _, _, data = case("classification")
+        method = Laplace(None, "classification", curvature=form, prior=0.7).fit(data)
+        pred = method.predict(data, covariance=True)
+        sigma = torch.linalg.inv(dense_hessian(data, form) + 0.7 * torch.eye(18, dtype=DOUBLE))
+        j = jacobians(data.features, 3)
+        v = j @ sigma @ j.mT
+        torch.testing.assert_close(pred.covariance, v, rtol=1e-8, atol=1e-10)
+        # laplace-torch's "probit"
+        scaled = data.outputs / (1.0 + math.pi / 8.0 * v.diagonal(dim1=1, dim2=2)).sqrt()
+        torch.testing.assert_close(pred.probs, scaled.softmax(-1))
+        assert torch.equal(pred.mean, data.outputs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_question_about_the_covariance_has_the_answer_of_the_covariance(form):
+    _, _, _, data = case("classification")
+    curvature = of_classes([(one(data.features), data.outputs.softmax(-1))], form, bias=True)
+    scalar = torch.tensor(1.3, dtype=DOUBLE)
+    latent, top = curvature.latent(one(data.features), scalar, scalar), data.outputs.argmax(-1)
+    v = latent.covariance()
+    torch.testing.assert_close(latent.variance, v.diagonal(dim1=1, dim2=2))
+    rows = torch.arange(len(v))
+    expected = torch.stack([v[rows, c, c] + v[rows, top, top] - 2 * v[rows, c, top] for c in range(3)], -1)
+    torch.testing.assert_close(latent.difference(top), expected)
+    noise = torch.randn(20000, 2, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    few = curvature.latent(one(data.features[:2]), scalar, scalar)
+    draws = few.perturb(noise)
+    found = torch.einsum("snc,snd->ncd", draws, draws) / len(draws)
+    torch.testing.assert_close(found, v[:2], rtol=0.05, atol=0.03 * float(v[:2].abs().max()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("noise", ["shared", "per_output"])
+def test_regression_is_bayesian_linear_regression_at_its_greatest_evidence(form, noise):
+    model, _, y, data = case("regression", width=2)
+    method = Laplace(None, Gaussian(noise), curvature=form).fit(data)
+    pred = method.predict(data, covariance=True)
+    found, delta = pred.noise[0], method.prior_precision
+    if noise == "shared":
+        torch.testing.assert_close(found[0], found[1])
+    weights = torch.cat([model[-1].weight, model[-1].bias[:, None]], -1).detach()
+    error = (y - data.outputs).square().sum(0)
+    unit = dense_hessian(data, form).reshape(2, 6, 2, 6)
+
+    def evidence(log_noise, log_delta):
+        """Minus twice the log evidence: Laplace's, with the network's own weights as the mode."""
+        sigma2, d = log_noise.exp(), log_delta.exp()
+        h = (unit / sigma2[:, None, None, None]).reshape(12, 12) + d * torch.eye(12, dtype=DOUBLE)
+        fit = (len(y) * (2 * math.pi * sigma2).log() + error / sigma2).sum()
+        return fit + torch.logdet(h) - 12 * log_delta + d * weights.square().sum()
+
+    at = found.log().requires_grad_(), torch.tensor(math.log(delta), dtype=DOUBLE, requires_grad=True)
+    slopes = torch.autograd.grad(evidence(*at), at)
+    by_noise = slopes[0].sum() if noise == "shared" else slopes[0]
+    torch.testing.assert_close(by_noise, torch.zeros_like(by_noise), rtol=0, atol=1e-5)
+    torch.testing.assert_close(slopes[1], torch.zeros_like(slopes[1]), rtol=0, atol=1e-5)
+
+    h = (unit / found[:, None, None, None]).reshape(12, 12) + delta * torch.eye(12, dtype=DOUBLE)
+    j = jacobians(data.features, 2)
+    v = j @ torch.linalg.inv(h) @ j.mT
+    torch.testing.assert_close(pred.latent_covariance, v, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(pred.variance, v.diagonal(dim1=1, dim2=2) + found, rtol=1e-7, atol=1e-9)
+
+
+def test_it_is_fmgp_with_a_linear_kernel_at_the_data():
+    """notation.md's equivalence: kernel (ψᵀψ' + 1)/δ, Z = X and L = I/σ."""
+    _, _, _, data = case("regression", width=1, n=30)
+    _, _, _, new = case("regression", width=1, n=10, seed=5)
+    method = Laplace(None, "regression", curvature="full", prior=2.5).fit(data)
+    pred = method.predict(new)
+    kernel = Linear(variance=0.4) + Constant(variance=0.4)
+    x, t = {"features": data.features}, {"features": new.features}
+    kernel.start(x, "features")
+    with torch.no_grad():
+        chol = torch.eye(30, dtype=DOUBLE) / pred.noise[0].sqrt()
+        variance = marginal_variance(kernel.diag(t), kernel(t, x), correction(chol, gram(kernel, x)).w)
+    torch.testing.assert_close(pred.latent_variance.squeeze(-1), variance, rtol=1e-6, atol=1e-9)
+
+
+def test_the_evidence_has_no_better_place_nearby():
+    g = torch.Generator().manual_seed(0)
+    values, error = torch.rand(2, 5, dtype=DOUBLE, generator=g) * 50, torch.tensor([3.0, 40.0], dtype=DOUBLE)
+
+    def evidence(noise, delta):
+        volume = (values / noise[:, None] + delta).log().sum()
+        return float((-30 * noise.log() - error / noise).sum() - volume + 10 * math.log(delta) - 4.0 * delta)
+
+    noise, delta = best_evidence(values, 4.0, count=30, square_error=error)
+    best = evidence(noise, delta)
+    for factor in (0.99, 1.01):
+        assert evidence(noise, delta * factor) < best
+        for which in ([factor, 1.0], [1.0, factor]):
+            assert evidence(noise * torch.tensor(which, dtype=DOUBLE), delta) < best
+    given, same = best_evidence(values, 4.0, count=30, square_error=error, precision=0.3)
+    assert same == pytest.approx(0.3)
+    assert not torch.allclose(given, noise)
+
+
+def test_an_exact_fit_and_weights_of_zero_still_have_an_answer():
+    model, x, _, data = case("regression", width=1)
+    exact = data.with_targets(data.outputs)
+    pred = Laplace(None, "regression").fit(exact).predict(exact)
+    assert pred.std.isfinite().all()
+    assert (pred.std < 1e-3).all()
+    nn.init.zeros_(model[-1].weight)
+    nn.init.zeros_(model[-1].bias)
+    y = torch.randint(2, (len(x), 1), generator=torch.Generator().manual_seed(0)).double()
+    assert Laplace(model, "regression").fit((x, y)).predict(x).std.isfinite().all()
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_validation_data_choose_what_is_best_on_them(task):
+    _, _, _, data = case(task, n=8)
+    _, _, _, val = case(task, n=4000, seed=9)
+    given, g = 3.0, torch.Generator().manual_seed(0)
+    truth = Laplace(None, task, curvature="full", prior=given).fit(data).predict(val, covariance=True)
+    drawn = truth.sample(1, g)[0]
+    y = torch.multinomial(drawn.softmax(-1), 1, generator=g).squeeze(-1) if task == "classification" else drawn
+    val = val.with_targets(y)
+    method = Laplace(None, task, curvature="full", prior="val").fit(data, val=val)
+    if task == "regression":  # logit scaling is an approximation, whose best precision is another
+        assert method.prior_precision == pytest.approx(given, rel=0.5)
+
+    def loss():
+        return -float(method.predict(val).log_prob(val.targets).mean())
+
+    best, posterior = loss(), method.posterior
+    assert best < -float(Laplace(None, task, curvature="full").fit(data).predict(val).log_prob(val.targets).mean())
+    learnt = [posterior.log_precision] + ([posterior.likelihood.log_noise] if task == "regression" else [])
+    for value in learnt:
+        for step in (-0.05, 0.05):
+            value.data += step
+            assert loss() > best + 1e-7
+            value.data -= step
+    with pytest.raises(OptionError, match="val"):
+        Laplace(None, task, prior="val").fit(data)
+
+
+def test_rows_that_stand_for_several_points_count_as_several():
+    for task in ("classification", "regression"):
+        _, _, _, data = case(task)
+        twice = Outputs(*(torch.cat([part, part]) for part in (data.outputs, data.targets, data.features)))
+        for form in FORMS:
+            a = Laplace(None, task, curvature=form).fit(data, num_data=160)
+            b = Laplace(None, task, curvature=form).fit(twice)
+            assert a.prior_precision == pytest.approx(b.prior_precision, rel=1e-6)
+            torch.testing.assert_close(a.predict(data).variance, b.predict(data).variance, rtol=1e-6, atol=1e-9)
+
+
+def test_a_temperature_of_the_likelihood_divides_the_logits():
+    """softmax(f/τ) of logits f is softmax of logits f/τ."""
+    _, _, _, data = case("classification")
+    warm = Laplace(None, Categorical(temperature=2.0, prediction="pairwise"), prior=0.5).fit(data).predict(data)
+    half = Outputs(data.outputs / 2, data.targets, data.features)
+    cool = Laplace(None, Categorical(temperature=1.0, prediction="pairwise"), prior=2.0).fit(half).predict(half)
+    torch.testing.assert_close(warm.probs, cool.probs)
+    torch.testing.assert_close(warm.variance, 4 * cool.variance)
+    assert warm.keeps_argmax
+    precisions = [
+        Laplace(None, Categorical(temperature=t)).fit(d).prior_precision for t, d in ((2.0, data), (1.0, half))
+    ]
+    assert precisions[0] == pytest.approx(precisions[1] / 4)
+    assert float(Laplace(None, Categorical()).fit(data).predict(data).temperature) == 1.0
+
+
+def test_more_draws_come_closer_to_the_integral():
+    _, _, _, data = case("classification", n=40)
+    dense = Laplace(None, "classification", curvature="full").fit(data).predict(data, covariance=True)
+    g = torch.Generator().manual_seed(0)
+    truth = dense.sample(100_000, g).softmax(-1).mean(0)
+    errors = []
+    for samples in (8, 8192):
+        likelihood = Categorical(1.0, prediction="monte_carlo", samples=samples)
+        probs = Laplace(None, likelihood, curvature="full").fit(data).predict(data).probs
+        errors.append(float((probs - truth).abs().max()))
+    assert errors[1] < 0.02 < errors[0]
+
+
+# The last layer
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_last_layer_is_read_from_the_network_or_found_from_the_files(bias):
+    model, x, y, data = case("classification", bias=bias)
+    found = find_last_layer(None, data, CPU)
+    torch.testing.assert_close(found.weight, model[-1].weight.detach(), rtol=1e-8, atol=1e-9)
+    expected = model[-1].bias.detach() if bias else torch.zeros(3, dtype=DOUBLE)
+    torch.testing.assert_close(found.bias, expected, rtol=1e-8, atol=1e-9)
+    from_network = Laplace(model, "classification").fit((x, y))
+    assert from_network.posterior.bias == bias
+    if bias:
+        torch.testing.assert_close(
+            from_network.predict(x).probs, Laplace(None, "classification").fit(data).predict(data).probs
+        )
+        named = Laplace(model, "classification", layer="1").fit((x, y))
+        torch.testing.assert_close(from_network.predict(x).probs, named.predict(x).probs)
+
+
+def test_files_in_half_precision_do():
+    _, _, _, data = case("classification", n=400)
+    half = Outputs(data.outputs.half().float(), data.targets, data.features.half().float())
+    a, b = (Laplace(None, "classification").fit(d) for d in (data, half))
+    assert b.prior_precision == pytest.approx(a.prior_precision, rel=2e-3)
+
+
+def test_a_single_logit_is_of_two_classes():
+    model, x, _, _ = case("regression", width=1)
+    y = torch.randint(2, (len(x),), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        said, features = model(x), model[:-1](x)
+    both = Outputs(torch.cat([torch.zeros_like(said), said], -1), y, features)
+    a, b = Laplace(model, "classification").fit((x, y)), Laplace(None, "classification").fit(both)
+    assert a.prior_precision == pytest.approx(b.prior_precision)
+    torch.testing.assert_close(a.predict(x).probs, b.predict(both).probs)
+
+
+def test_what_is_not_linear_in_the_features_is_refused():
+    _, _, _, data = case("classification")
+    curved = Outputs(data.outputs.tanh(), data.targets, data.features)
+    with pytest.raises(LayerError, match=r"1% of their spread, found a residual of 0\.\d"):
+        Laplace(None, "classification").fit(curved)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh()).double()
+    x = torch.randn(50, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(50) % 3
+    with pytest.raises(LayerError, match="the layer '2' to give the outputs"):
+        Laplace(model, "classification").fit((x, y))
+    with pytest.raises(LayerError, match="not the last layer"):
+        Laplace(
+            nn.Sequential(nn.Linear(3, 5), nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 5), nn.Flatten()).double(),
+            "classification",
+        ).fit((x, y))
+    with pytest.raises(LayerError, match=r"nn\.Linear"):
+        Laplace(
+            nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 3, 3), nn.Flatten()).double(), "classification"
+        ).fit((x, y))
+    with pytest.raises(OptionError, match="logits"):
+        Laplace(None, "classification", outputs_are="probs")
+
+
+def test_too_few_points_to_find_the_last_layer_are_told():
+    _, _, _, data = case("classification", n=6)
+    data = data.with_targets(torch.arange(6) % 3)
+    with pytest.warns(PosthocWarning, match="6 points are too few to find a last layer of 5 features"):
+        Laplace(None, "classification").fit(data)
+
+
+# Bad input
+
+
+def test_bad_data_is_refused():
+    model, x, y, data = case("classification")
+    with pytest.raises(DataError, match="features"):
+        Laplace(None, "classification").fit(Outputs(data.outputs, data.targets))
+    with pytest.raises(DataError, match="two classes"):
+        Laplace(None, "classification").fit(data.with_targets(torch.ones_like(y)))
+    with pytest.raises(LayerError, match="Outputs with features"):
+        Laplace(lambda v: model(v), "classification").fit((x, y))
+    fitted = Laplace(None, "classification").fit(data)
+    with pytest.raises(DataError, match="width 5"):
+        fitted.predict(Outputs(data.outputs))
+    with pytest.raises(DataError, match="width 5"):
+        fitted.predict(Outputs(data.outputs, features=data.features[:, :4]))
+    with pytest.raises(NotFittedError):
+        _ = Laplace(None, "classification").prior_precision
+
+
+@pytest.mark.parametrize(
+    "options", [{"curvature": "block"}, {"prior": "best"}, {"prior": 0.0}, {"prior": math.inf}, {"prior": True}]
+)
+def test_bad_options_are_refused(options):
+    with pytest.raises(OptionError):
+        Laplace(None, "classification", **options)
+
+
+def test_a_curvature_that_does_not_fit_is_refused_with_its_size():
+    said = torch.zeros(3, 1000)
+    data = Outputs(said, torch.arange(3), torch.zeros(3, 2048))
+    with pytest.raises(OptionError, match=r'need 1.34e\+05 GB\. Use curvature="kron" \(0.23 GB\) or curvature="diag"'):
+        Laplace(None, "classification", curvature="full").fit(data)
+    with pytest.raises(OptionError, match="Allow more with max_gigabytes"):
+        Laplace(None, "classification", curvature="diag", max_gigabytes=0.01).fit(data)
+
+
+def test_a_failed_fit_leaves_the_last_one():
+    _, _, _, data = case("classification")
+    method = Laplace(None, "classification").fit(data)
+    before = method.predict(data)
+    with pytest.raises(DataError):
+        method.fit(Outputs(data.outputs, data.targets))
+    assert torch.equal(method.predict(data).variance, before.variance)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_saved_and_loaded(task, form, tmp_path):
+    _, _, _, data = case(task)
+    method = Laplace(None, task, curvature=form).fit(data)
+    method.save(tmp_path / "head.safetensors")
+    again = Laplace.load(tmp_path / "head.safetensors")
+    assert again.prior_precision == method.prior_precision
+    assert torch.equal(again.predict(data).variance, method.predict(data).variance)
+    assert torch.equal(again.predict(data).log_prob(data.targets), method.predict(data).log_prob(data.targets))
+
+
+MANY = """
+import resource, torch
+torch.set_num_threads(1)
+from posthoc import Outputs
+from posthoc.methods.laplace import Laplace
+g = torch.Generator().manual_seed(0)
+features = torch.randn(1000, {features}, generator=g)
+said = features @ torch.randn({features}, {classes}, generator=g) * 0.05
+data = Outputs(said, torch.randint({classes}, (1000,), generator=g), features)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+import warnings; warnings.simplefilter("ignore")
+pred = Laplace(None, "classification", curvature="{form}", prior=1.0).fit(data).predict(data)
+assert pred.probs.isfinite().all() and len(pred) == 1000
+print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="resource is not on Windows")
+@pytest.mark.parametrize("form", ["kron", "diag"])
+def test_memory_is_bounded_in_the_number_of_classes(form):
+    """A C x C matrix a point would be 2 GB here, and Jacobians 500 GB; each tensor of the method is a few MB."""
+    program = MANY.format(form=form, classes=500, features=128)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    before, after = (int(part) / 1e6 for part in done.stdout.split())  # kB → GB
+    assert after - before < 0.3
+
+
+# laplace-torch
+
+
+@pytest.fixture
+def theirs():
+    pytest.importorskip("laplace", reason="laplace-torch is not installed: pip install 'posthoc[laplace]'")
+
+    def fit(model, x, y, form, task, subset="last_layer", **options):
+        import laplace
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            la = laplace.Laplace(model, task, subset_of_weights=subset, hessian_structure=form, **options)
+            la.fit(DataLoader(TensorDataset(x, y), batch_size=30))
+        return la
+
+    return fit
+
+
+def their_prior(la, noise):
+    """The top of their marginal likelihood, found from its values: its gradient lacks a term for Kronecker factors."""
+
+    def minus(logs):
+        delta, sigma = (torch.tensor(float(x), dtype=DOUBLE).exp() for x in (*logs, 0.0)[:2])
+        return -float(la.log_marginal_likelihood(delta, sigma if noise else None))
+
+    found = minimize(minus, [1.0, 0.0][: 1 + noise], method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-12})
+    minus(found.x)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_classification_equals_laplace_torch(form, theirs):
+    model, x, y, data = case("classification")
+    la = theirs(model, x, y, form, "classification")
+    their_prior(la, noise=False)
+    for method, new in (
+        (Laplace(model, "classification", curvature=form).fit((x, y)), x),
+        (Laplace(None, "classification", curvature=form).fit(data), data),
+    ):
+        assert method.prior_precision == pytest.approx(float(la.prior_precision), rel=1e-5)
+        pred = method.predict(new, covariance=True)
+        torch.testing.assert_close(pred.probs, la(x, pred_type="glm", link_approx="probit"), rtol=1e-5, atol=1e-6)
+        covariance = la._glm_predictive_distribution(x)[1]
+        torch.testing.assert_close(pred.covariance, covariance, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("width", [1, 2])
+def test_regression_equals_laplace_torch(form, width, theirs):
+    model, x, y, _ = case("regression", width=width)
+    la = theirs(model, x, y, form, "regression")
+    their_prior(la, noise=True)
+    method = Laplace(model, "regression", curvature=form).fit((x, y))
+    pred = method.predict(x, covariance=True)
+    assert method.prior_precision == pytest.approx(float(la.prior_precision), rel=1e-4)
+    torch.testing.assert_close(pred.noise.sqrt(), la.sigma_noise.expand(pred.noise.shape), rtol=1e-4, atol=0)
+    torch.testing.assert_close(pred.latent_covariance, la(x)[1], rtol=1e-4, atol=1e-7)
+
+
+def test_a_layer_without_a_bias_equals_laplace_torch(theirs):
+    model, x, y, _ = case("classification", bias=False)
+    for form in FORMS:
+        la = theirs(model, x, y, form, "classification", prior_precision=0.8)
+        pred = Laplace(model, "classification", curvature=form, prior=0.8).fit((x, y)).predict(x)
+        torch.testing.assert_close(pred.probs, la(x, pred_type="glm", link_approx="probit"), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize(
+    ("subset", "hessian", "subnetwork"),
+    [
+        ("all", "kron", None),
+        ("all", "full", None),
+        ("all", "diag", None),
+        ("subnetwork", "full", 7),
+        ("subnetwork", "diag", ["2"]),
+    ],
+)
+def test_the_adapter_gives_what_laplace_torch_gives(task, subset, hessian, subnetwork, theirs, tmp_path):
+    from posthoc.methods.laplace_torch import LaplaceTorch
+
+    model, x, y, _ = case(task)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.train()
+    model[0].bias.grad = torch.ones(5, dtype=DOUBLE)
+    options = {"subset": subset, "hessian": hessian, "subnetwork": subnetwork}
+    method = LaplaceTorch(model, task, **options).fit((x, y))
+    pred = method.predict(x, covariance=True)
+    weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    chosen = {7: weights.abs().topk(7).indices.sort().values, None: None}.get(
+        subnetwork if not isinstance(subnetwork, list) else "2", torch.arange(20, 38)
+    )
+    extra = {} if chosen is None else {"subnetwork_indices": chosen}
+    la = theirs(network(3), x, y, hessian, task, subset, **extra)
+    their_prior(la, noise=task == "regression")
+    assert method.prior_precision == pytest.approx(float(la.prior_precision), rel=1e-4)
+    torch.testing.assert_close(pred.mean, model(x).detach(), rtol=0, atol=0)
+    found = pred.covariance if task == "classification" else pred.latent_covariance
+    torch.testing.assert_close(found, la._glm_predictive_distribution(x)[1], rtol=1e-3, atol=1e-6)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert torch.equal(model[0].bias.grad, torch.ones(5, dtype=DOUBLE))
+    assert not hasattr(model, "output_size")
+    method.save(tmp_path / "head.safetensors")
+    again = LaplaceTorch.load(tmp_path / "head.safetensors", model=model).predict(x)
+    assert torch.equal(again.variance, pred.variance)
+    assert torch.equal(again.log_prob(y), pred.log_prob(y))
+
+
+def test_the_adapter_refuses_what_it_cannot_do():
+    from posthoc.methods.laplace_torch import LaplaceTorch
+
+    model, _, _, data = case("classification")
+    with pytest.raises(OptionError, match=r"nn\.Module"):
+        LaplaceTorch(None, "classification")
+    with pytest.raises(DataError, match="runs the network"):
+        LaplaceTorch(model, "classification").fit(data)
+    for bad in (
+        {"hessian": "lowrank"},
+        {"subset": "subnetwork"},
+        {"subnetwork": 3},
+        {"prior": "val"},
+        {"subset": "subnetwork", "hessian": "kron", "subnetwork": 3},
+    ):
+        with pytest.raises(OptionError):
+            LaplaceTorch(model, "classification", **bad)
+    with pytest.raises(OptionError, match=r"got 'head'.*0\.weight"):
+        LaplaceTorch(model, "classification", subset="subnetwork", hessian="diag", subnetwork=["head"])
+    with pytest.raises(OptionError, match="temperature"):
+        LaplaceTorch(model, Categorical(temperature=2.0))
+    with pytest.raises(OptionError, match="one noise"):
+        LaplaceTorch(model, Gaussian("per_output"))
+    with pytest.raises(OptionError, match=r"38 weights need 2.31e-05 GB"):
+        LaplaceTorch(model, "classification", hessian="full", max_gigabytes=1e-6)
+    frozen = network(3).requires_grad_(False)
+    with pytest.raises(OptionError, match="not frozen"):
+        LaplaceTorch(frozen, "classification")
+
+
+# Real data
+
+
+@pytest.mark.parametrize(("form", "nll"), [("kron", 0.2414), ("full", 0.2384)])
+def test_cifar10_as_laplace_torch(real_data, form, nll):
+    folder = real_data / "cifar10_resnet20"
+    method = Laplace(None, "classification", curvature=form).fit(folder / "train.npz")
+    total = rows = 0.0
+    for pred, y in method.stream_with_targets(folder / "test.npz"):
+        total, rows = total - float(pred.log_prob(y).sum()), rows + len(y)
+    assert total / rows == pytest.approx(nll, abs=1e-3)

@@ -1,0 +1,404 @@
+"""MFVI: flipout and the KL against their definitions, the fit against the closed form of linear regression."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from posthoc.errors import FileError, OptionError, TrainingError
+from posthoc.files import read_head, write_head
+from posthoc.methods.flipout import flipout, noisy_parameters, sampled
+from posthoc.methods.mfvi import MFVI, MeanField
+from tests.cases import Noisy, answers, inputs, labels, mlp, same, values
+
+QUICK: dict[str, Any] = {"steps": 5, "samples": 4, "batch_size": 10}
+G = torch.Generator
+Layer = tuple[nn.Module, tuple[int, ...]]
+
+
+@pytest.fixture(autouse=True)
+def same_first_weights() -> None:
+    torch.manual_seed(0)
+
+
+def seeded_layer(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make().double()
+
+
+LAYERS: dict[str, Layer] = {
+    "linear": (seeded_layer(lambda: nn.Linear(3, 4)), (3,)),
+    "linear without bias": (seeded_layer(lambda: nn.Linear(3, 4, bias=False)), (3,)),
+    "linear over time": (seeded_layer(lambda: nn.Linear(3, 2)), (4, 3)),
+    "conv1d": (seeded_layer(lambda: nn.Conv1d(2, 3, 2, dilation=2)), (2, 5)),
+    "conv2d": (seeded_layer(lambda: nn.Conv2d(4, 2, 3, stride=2, padding=1, groups=2)), (4, 3, 4)),
+    "conv2d reflected": (seeded_layer(lambda: nn.Conv2d(1, 2, 3, padding=1, padding_mode="reflect")), (1, 2, 3)),
+    "conv3d": (seeded_layer(lambda: nn.Conv3d(1, 2, 2)), (1, 2, 2, 3)),
+}
+
+
+def stds(layer: nn.Module) -> dict[str, Tensor]:
+    return {k: 0.1 + torch.rand(p.shape, generator=G().manual_seed(1)).to(p) for k, p in layer.named_parameters()}
+
+
+def covariance_of(layer: nn.Module, x: Tensor, std: dict[str, Tensor]) -> Tensor:
+    """Of the output for one example, which is linear in the weights: J diag(σ²) Jᵀ."""
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+    jacobians = torch.func.jacrev(lambda w: torch.func.functional_call(layer, w, x[None]).flatten())(weights)
+    return sum((j.flatten(1) * std[name].flatten().square()) @ j.flatten(1).mT for name, j in jacobians.items())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_flipout_and_plain_draws_have_the_mean_and_covariance_of_noisy_weights(name):
+    layer, shape = LAYERS[name]
+    x = torch.randn(2, *shape, generator=G().manual_seed(2), dtype=torch.float64)
+    std, generator, n = stds(layer), G().manual_seed(3), 1000
+    means = {k: p.detach() for k, p in layer.named_parameters()}
+    with torch.no_grad():
+        expected = layer(x)
+        plain = [torch.func.functional_call(layer, sampled(means, std, generator), x) for _ in range(n)]
+        flipped = []
+        for _ in range(n):
+            with flipout(layer, std, generator):
+                flipped.append(layer(x))
+    for draws in (torch.stack(plain), torch.stack(flipped)):
+        away = (draws - expected).flatten(2)  # (S, 2, C)
+        for i in range(2):
+            covariance = covariance_of(layer, x[i], std)
+            scale = covariance.diagonal().sqrt()
+            assert (away[:, i].mean(0) / scale).abs().max() < 5 / n**0.5
+            error = (away[:, i].mT @ away[:, i] / n - covariance) / torch.outer(scale, scale)
+            assert error.abs().max() < 5 * (2 / n) ** 0.5
+    assert torch.equal(layer(x), expected)
+
+
+def test_flipout_decorrelates_the_examples_of_a_batch():
+    layer, n = LAYERS["linear"][0], 2000
+    x = torch.ones(2, 3, dtype=torch.float64)  # the same example twice
+    generator, std = G().manual_seed(0), stds(layer)
+    with torch.no_grad():
+        away = []
+        for _ in range(n):
+            with flipout(layer, std, generator):
+                away.append(layer(x) - layer.forward(x))
+    first, second = torch.stack(away).unbind(1)
+    correlation = (first * second).mean(0) / (first.square().mean(0) * second.square().mean(0)).sqrt()
+    assert correlation.abs().max() < 5 / n**0.5
+
+
+class Twice(nn.Module):
+    """One layer run twice, or two with one weight."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 2, bias=False)
+        self.b = nn.Linear(3, 2, bias=False) if tied else self.a
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.a(x) + self.b(x)
+        return out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_are_used_twice_have_one_noise(tied):
+    network, x = Twice(tied=tied), inputs(4)
+    assert list(noisy_parameters(network)) == ["a.weight"]
+    with torch.no_grad(), flipout(network, {"a.weight": torch.ones(2, 3)}, G().manual_seed(0)):
+        once = network.a(x) - network.a.forward(x)
+        torch.testing.assert_close(network(x) - 2 * network.a.forward(x), 2 * once)
+        assert once.abs().min() > 0
+
+
+def test_flipout_leaves_no_hook_behind_and_goes_before_the_users():
+    layer, seen = nn.Linear(3, 2), []
+    layer.register_forward_hook(lambda _, args, output: seen.append(output))
+    with flipout(layer, {"weight": torch.ones(2, 3)}, G()):
+        said = layer(input=inputs(4))
+    assert seen[0] is said
+    assert len(layer._forward_hooks) == 1
+    with pytest.raises(ZeroDivisionError), flipout(layer, {"bias": torch.ones(2)}, G()):
+        raise ZeroDivisionError
+    assert len(layer._forward_hooks) == 1
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_kl_is_that_of_torch_distributions(moves):
+    weights = {"a": torch.randn(3, 2, generator=G().manual_seed(0)), "b": torch.zeros(4)}
+    q = MeanField(weights, 0.3, moves=moves)
+    with torch.no_grad():
+        for i, p in enumerate(q.parameters()):
+            p += torch.randn(p.shape, generator=G().manual_seed(i))
+    expected = 0.0
+    for name, mean in q.mean().items():
+        assert torch.equal(mean, weights[name]) != moves
+        normal = torch.distributions.Normal(mean.double(), q.std()[name].double())
+        prior = torch.distributions.Normal(torch.tensor(0.0).double(), torch.tensor(2.5).double() ** -0.5)
+        expected += torch.distributions.kl_divergence(normal, prior).sum()
+    torch.testing.assert_close(q.kl(2.5), expected, rtol=1e-6, atol=0)
+
+
+# The fit.
+
+
+@pytest.mark.parametrize(("means", "cold"), [("fixed", 1.0), ("moved", 1.0), ("fixed", 0.25)])
+def test_linear_regression_has_its_mean_field_posterior(means, cold):
+    """With noise σ²: 1/s_j² = α + Σ x_j²/σ² (a KL that counts `cold` times is data that count 1/cold times), the exact
+    posterior mean if it moves, and the σ² that is best then. The same problem for each of many outputs, over which the
+    noise of training averages out."""
+    generator, alpha, copies = G().manual_seed(0), 2.0, 40
+    x = torch.randn(50, 3, generator=generator).double() * torch.tensor([0.3, 1.0, 2.0]).double()
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]]).double() + 0.5 * torch.randn(50, 1, generator=generator).double()
+    network = nn.Linear(3, copies, bias=False).double()
+    trained = torch.linalg.lstsq(x, y).solution * (0.9 if means == "moved" else 1.0)
+    network.weight.data = trained.mT.repeat(copies, 1)
+    options = {"steps": 800, "lr": 0.03, "batch_size": 50, "prior_precision": alpha, "initial_std": 0.1 * cold}
+    method = MFVI(network, "regression", means=means, kl_weight=cold, **options).fit((x, y.repeat(1, copies)))
+    noise = float(method.predict(x).noise[0, 0])
+    variance = (2 * method.log_std["weight"].mean(0)).exp()
+    mean = method.mean["weight"].detach().mean(0)
+    torch.testing.assert_close(1 / variance, alpha + x.square().sum(0) / (cold * noise), rtol=0.06, atol=0)
+    residual = (y[:, 0] - x @ mean).square().mean() + (x.square() @ variance).mean()
+    assert noise == pytest.approx(float(residual), rel=0.01)
+    if means == "fixed":
+        assert torch.equal(method.mean["weight"], network.weight)
+    else:
+        posterior = torch.linalg.solve(alpha * torch.eye(3).double() + x.mT @ x / noise, x.mT @ y[:, 0] / noise)
+        torch.testing.assert_close(mean, posterior, rtol=0, atol=0.005)
+
+
+def test_num_data_says_how_much_the_prior_counts():
+    network, x, y = nn.Linear(3, 1, bias=False), inputs(), values()
+    few, many = (
+        MFVI(network, "regression", steps=200, lr=0.05, samples=2).fit((x, y), num_data=n).log_std["weight"]
+        for n in (len(x), 100 * len(x))
+    )
+    assert (many < few - 0.5).all()
+
+
+def test_predictions_are_averages_over_draws_of_all_noisy_weights():
+    network, x = nn.Sequential(nn.Linear(3, 2)), inputs()
+    method = MFVI(network, "regression", samples=3000, steps=3).fit((x, values(len(x), 2)))
+    method.log_std = {name: torch.full_like(value, -1.0) for name, value in method.log_std.items()}
+    pred = method.predict(x, covariance=True)
+    std = {name: value.exp() for name, value in method.log_std.items()}
+    expected = torch.stack([covariance_of(network, row, std) for row in x])
+    torch.testing.assert_close(pred.latent_covariance, expected, rtol=0.15, atol=0.15)
+    with torch.no_grad():
+        torch.testing.assert_close(pred.mean, network(x), rtol=0, atol=0.1)
+
+
+def test_validation_data_stop_it_early():
+    network, x, y = mlp(3), inputs(), labels()
+    method = MFVI(network, "classification", **{**QUICK, "steps": 40, "lr": 1.0, "eval_every": 2, "patience": 2})
+    method.fit((x, y), val=DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True))
+    assert method.history.best_step is not None
+    assert len(method.history.losses) < 40
+
+
+def test_seed_and_global_generator():
+    network, x, y = mlp(3), inputs(), labels()
+    loader = DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True)
+    before = torch.get_rng_state()
+    a, b = (MFVI(network, "classification", **QUICK, seed=1).fit(loader).log_std for _ in range(2))
+    other = MFVI(network, "classification", **QUICK, seed=2).fit(loader).log_std
+    assert same(a, b)
+    assert not same(a, other)
+    torch.set_rng_state(before)
+
+
+def test_a_single_logit_stands_for_two_classes():
+    pred = MFVI(mlp(1), "classification", **QUICK).fit((inputs(), labels(classes=2))).predict(inputs())
+    assert pred.probs.shape == (30, 2)
+    assert (pred.mean[:, 0] == 0).all()
+
+
+def test_a_fit_that_was_stopped_goes_on_to_the_same_numbers(tmp_path):
+    network, x, y = mlp(3), inputs(), labels()
+    loader = DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True)
+    options = {**QUICK, "steps": 12, "eval_every": 3}
+
+    def fit(**more: Any) -> MFVI:
+        torch.manual_seed(0)  # which the loader's order comes from
+        return MFVI(network, "classification", **options).fit(loader, val=loader, **more)
+
+    whole = fit()
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 40:
+            raise KeyboardInterrupt
+
+    handle = network.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        fit(checkpoint=tmp_path, checkpoint_every=2)
+    handle.remove()
+    assert (tmp_path / "checkpoint.safetensors").exists()
+    resumed = fit(checkpoint=tmp_path, checkpoint_every=2, resume=True)
+    assert same(resumed.log_std, whole.log_std)
+    assert resumed.history.losses == whole.history.losses
+
+
+# What is left alone.
+
+
+def test_batchnorm_and_dropout_are_left_alone():
+    network = Noisy(2)
+    method = MFVI(network, "regression", **QUICK, means="moved").fit((inputs(), values(30, 2)))
+    assert set(method.log_std) == {"body.0.weight", "body.0.bias", "last.weight", "last.bias"} == set(method.mean)
+    method.log_std = {name: torch.full_like(value, -30.0) for name, value in method.log_std.items()}
+    moved = copy.deepcopy(network).eval()
+    moved.load_state_dict({**network.state_dict(), **method.mean})
+    with torch.no_grad():
+        torch.testing.assert_close(method.predict(inputs()).mean, moved(inputs()))
+    assert not torch.equal(method.mean["last.weight"], network.last.weight)
+
+
+def test_frozen_parameters_have_no_noise():
+    network = mlp(2)
+    network[0].requires_grad_(False)
+    network[2].bias.requires_grad_(False)
+    assert set(MFVI(network, "regression", **QUICK).fit((inputs(), values(30, 2))).log_std) == {"2.weight"}
+    network[2].weight.requires_grad_(False)
+    network[2].bias.requires_grad_(True)
+    assert set(MFVI(network, "regression", **QUICK).fit((inputs(), values(30, 2))).log_std) == {"2.bias"}
+    network.requires_grad_(False)
+    with pytest.raises(OptionError, match="all of them are frozen"):
+        MFVI(network, "regression", **QUICK).fit((inputs(), values(30, 2)))
+
+
+class Attentive(nn.Module):
+    """Attention reads the weights of a linear layer that is never run; an embedding shares those of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 6, batch_first=True)
+        self.tied = nn.Linear(8, 5)
+        self.tied.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.tied(self.block(self.embedding(tokens)).mean(1))
+        return out
+
+
+def test_weights_that_others_read_stay_at_their_means():
+    tokens = torch.randint(5, (30, 4), generator=G().manual_seed(0))
+    method = MFVI(Attentive(), "classification", **QUICK).fit((tokens, labels(classes=5)))
+    linears = {f"block.linear{i}.{part}" for i in (1, 2) for part in ("weight", "bias")}
+    assert set(method.log_std) == {*linears, "tied.bias"}
+    # In eval mode without gradients a fast path reads the weights itself: it must read the drawn ones.
+    method.log_std = {name: torch.zeros_like(value) for name, value in method.log_std.items()}
+    assert (method.predict(tokens).variance > 0.01).all()
+
+
+def test_a_convolutional_network():
+    network = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(True), nn.Flatten(), nn.Linear(64, 3)
+    )
+    images = torch.randn(30, 1, 4, 4, generator=G().manual_seed(0))
+    method = MFVI(network, "classification", **QUICK).fit((images, labels()))
+    assert set(method.log_std) == {"0.weight", "0.bias", "4.weight", "4.bias"}
+    assert (method.predict(images).variance > 0).all()
+
+
+class Failing(Noisy):
+    """Raises, or overflows, when it has been run so many times."""
+
+    def __init__(self, after: int, error: type[Exception] | None = None) -> None:
+        super().__init__(3)
+        self.runs, self.after, self.error = [0], after, error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs[0] += 1
+        if self.runs[0] > self.after and self.error is not None:
+            raise self.error("out of order")
+        return super().forward(x) * (float("nan") if self.runs[0] > self.after else 1.0)
+
+
+def everything(network: nn.Module) -> dict[str, Any]:
+    """All that must come back: numbers, flags, hooks, gradients."""
+    return {
+        "state": {k: v.clone() for k, v in network.state_dict().items()},
+        "flags": [part.training for part in network.modules()],
+        "hooks": [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in network.modules()],
+        "grads": [(p.requires_grad, p.grad) for p in network.parameters()],
+        "identity": [id(p) for p in network.parameters()],
+    }
+
+
+def unchanged(network: nn.Module, before: dict[str, Any]) -> bool:
+    now = everything(network)
+    return same(now.pop("state"), before["state"]) and all(now[name] == before[name] for name in now)
+
+
+@pytest.mark.parametrize("means", ["fixed", "moved"])
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_a_fit_that_fails_leaves_everything_as_it_was(means, error):
+    network, x, y = Failing(10**9, error), inputs(), labels()
+    network.body[3].eval()
+    before = everything(network)
+    method = MFVI(network, "classification", **{**QUICK, "steps": 30}, means=means).fit((x, y))
+    assert unchanged(network, before)
+    fitted = answers(method.predict(x))
+    network.runs[0], network.after = 0, 12
+    with pytest.raises(error or TrainingError, match="out of order" if error else "The loss became nan at step"):
+        method.fit((x, y))
+    network.after = 10**9
+    assert unchanged(network, before)
+    assert same(answers(method.predict(x)), fitted)
+    assert unchanged(network, before)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"means": "free"}, "means"),
+        ({"prior_precision": 0.0}, "prior_precision to be a positive number, got 0.0"),
+        ({"initial_std": "small"}, "initial_std to be a positive number, got 'small'"),
+        ({"samples": 1}, "samples"),
+        ({"kl_weight": 0}, "kl_weight to be a positive number, got 0"),
+        ({"momentum": 0.9}, "Unknown option momentum"),
+        ({"lr": -1.0}, "positive learning rate"),
+    ],
+)
+def test_bad_options(options, match):
+    with pytest.raises(OptionError, match=match):
+        MFVI(mlp(), "regression", **options)
+
+
+def test_a_network_without_such_layers_is_refused():
+    with pytest.raises(OptionError, match="got a Sequential without any"):
+        MFVI(nn.Sequential(nn.BatchNorm1d(3)), "regression")
+
+
+def test_a_file_that_was_changed_is_refused(tmp_path):
+    network = mlp()
+    MFVI(network, "regression", **QUICK).fit((inputs(), values())).save(tmp_path / "head")
+    tensors, config = read_head(tmp_path / "head")
+    for change in ({"log_std.0.weight": torch.zeros(2)}, {"log_std.9.weight": torch.zeros(2)}):
+        write_head(tmp_path / "other", {**tensors, **change}, config)
+        with pytest.raises(FileError, match="the file was changed"):
+            MFVI.load(tmp_path / "other", model=network)
+
+
+def test_a_saved_fit_with_moved_means_predicts_the_same(tmp_path):
+    network, x = mlp(2), inputs()
+    method = MFVI(network, "regression", **QUICK, means="moved").fit((x, values(30, 2)))
+    method.save(tmp_path / "head")
+    network.requires_grad_(False)  # as people do who only predict
+    again = MFVI.load(tmp_path / "head", model=network)
+    assert same(answers(again.predict(x)), answers(method.predict(x)))
+    assert again.digest() == method.digest()

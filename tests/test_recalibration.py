@@ -1,0 +1,86 @@
+"""The last correction of a classifier's confidence."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from posthoc.predictive import ClassificationPredictive
+from posthoc.recalibration import NONE, Recalibration
+
+G = torch.Generator
+
+
+def drawn(true: torch.Tensor, seed: int = 7) -> torch.Tensor:
+    return torch.multinomial(true.softmax(-1), 1, generator=G().manual_seed(seed)).squeeze(1)
+
+
+def logits(n: int = 20_000, classes: int = 4) -> torch.Tensor:
+    return 2.0 * torch.randn(n, classes, generator=G().manual_seed(0), dtype=torch.float64)
+
+
+def predictive(log_p: torch.Tensor) -> ClassificationPredictive:
+    variance = torch.rand(log_p.shape, generator=G().manual_seed(1), dtype=log_p.dtype)
+    return ClassificationPredictive(
+        mean=3.0 * log_p,
+        logit_variance=variance,
+        log_probs=log_p,
+        temperature=torch.tensor(1.5, dtype=log_p.dtype),
+        independent=False,
+        logit_covariance=torch.diag_embed(variance),
+    )
+
+
+def test_a_temperature_that_was_applied_is_found_again():
+    true = logits()
+    found = Recalibration.of((2.0 * true).log_softmax(-1), drawn(true))
+    assert found.temperature * math.exp(0.5 * found.bend) == pytest.approx(2.0, rel=0.1)
+    assert Recalibration.of(true.log_softmax(-1), drawn(true)).temperature == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_bend_that_was_applied_is_found_again():
+    """Scores that are right once those that are unsure are softened: what made them is undone by t and b."""
+    log_p = logits().log_softmax(-1)
+    wanted = Recalibration(1.3, 0.4)
+    found = Recalibration.of(log_p, drawn(wanted.log_probs(log_p)))
+    assert found.bend == pytest.approx(0.4, abs=0.15)
+    torch.testing.assert_close(found.temperatures(log_p), wanted.temperatures(log_p), rtol=0.08, atol=0)
+
+
+def test_it_divides_by_a_temperature_of_each_row():
+    log_p = logits(50).log_softmax(-1)
+    t = Recalibration(1.2, -0.3).temperatures(log_p)
+    entropy = -(log_p.exp() * log_p).sum(-1) / math.log(4)
+    torch.testing.assert_close(t.squeeze(-1), 1.2 * torch.exp(-0.3 * entropy))
+    torch.testing.assert_close(Recalibration(1.2, -0.3).log_probs(log_p), (log_p / t).log_softmax(-1))
+
+
+@pytest.mark.parametrize("bend", [-0.6, 0.0, 0.6])
+def test_classes_and_means_stay_and_the_rest_goes_together(bend):
+    pred = predictive(logits(200).log_softmax(-1))
+    correction = Recalibration(1.7, bend)
+    found, t = correction(pred), correction.temperatures(pred.log_probs)
+    assert torch.equal(found.mean, pred.mean)
+    assert torch.equal(found.probs.argmax(-1), pred.probs.argmax(-1))
+    torch.testing.assert_close(found.variance, pred.variance * t.square())
+    torch.testing.assert_close(found.covariance.diagonal(dim1=1, dim2=2), found.variance)
+    torch.testing.assert_close(found.temperature, 1.5 * t)
+    torch.testing.assert_close(found[3:5].log_probs, found.log_probs[3:5])
+    parts = ClassificationPredictive.cat([found[:50], found[50:]])
+    torch.testing.assert_close(parts.mutual_information(generator=G().manual_seed(0)),
+                               found.mutual_information(generator=G().manual_seed(0)))  # fmt: skip
+
+
+def test_surer_predictions_stay_surer():
+    p = torch.linspace(0.26, 0.999, 200, dtype=torch.float64)
+    log_p = torch.cat([p[:, None], ((1 - p) / 3)[:, None].expand(-1, 3)], 1).log()
+    for bend in (-0.6, 0.6):
+        top = Recalibration(1.0, bend).log_probs(log_p)[:, 0]
+        assert bool((top.diff() > 0).all())
+
+
+def test_none_changes_nothing():
+    pred = predictive(logits(20).log_softmax(-1))
+    assert NONE(pred) is pred

@@ -1,0 +1,340 @@
+"""SNGP: its covariance against the dense Laplace of its feature regression, its bound, its start, its draws."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from posthoc.errors import FileError, OptionError, TrainingError
+from posthoc.files import read_head, write_head
+from posthoc.likelihoods import Categorical, Gaussian
+from posthoc.methods.random_features import RandomFeatures, SpectralBound, bounded, settle_bounds
+from posthoc.methods.sngp import SNGP, typical_distance
+from tests.cases import Noisy, answers, in_eval, inputs, labels, mlp, same, values
+from tests.oracles import kernel_matrix
+
+QUICK: dict[str, Any] = {"steps": 5, "num_features": 16, "batch_size": 10}
+G = torch.Generator
+
+
+@pytest.fixture(autouse=True)
+def same_first_weights() -> None:
+    torch.manual_seed(0)
+
+
+def norm(weight: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(weight.detach().flatten(1).double(), 2))
+
+
+def features(method: SNGP, x: Tensor) -> Tensor:  # (N, D)
+    """φ worked out by hand from what the fitted copy of an `mlp` holds."""
+    assert isinstance(method.network, nn.Sequential)
+    body, head = method.network[:-1], method.network[-1].get_submodule("0")
+    assert isinstance(head, RandomFeatures)
+    h = body(x).double()
+    angle = h @ head.frequency.double().mT / float(head.lengthscale) + head.phase.double()
+    return (2.0 / len(head.phase)) ** 0.5 * angle.cos()
+
+
+# The parts.
+
+
+def test_random_features_stand_for_the_rbf_kernel():
+    h = torch.randn(5, 3, generator=G().manual_seed(0))
+    layer = RandomFeatures(3, 40_000, G().manual_seed(1))
+    layer.lengthscale.fill_(1.7)
+    expected = kernel_matrix("rbf", h.double(), h.double(), torch.tensor(1.7), 1.0)
+    torch.testing.assert_close((layer(h) @ layer(h).mT).double(), expected, rtol=0, atol=0.03)
+
+
+def test_the_typical_distance_is_that_of_all_pairs_whatever_the_parts():
+    h = 1e6 + torch.randn(31, 4, generator=G().manual_seed(0)).double()
+    expected = float((h[:, None] - h).square().sum(-1).mean().sqrt())
+    assert typical_distance(iter(h.split(7))) == pytest.approx(expected, rel=1e-6)
+    assert typical_distance(iter([torch.ones(3, 2).double()])) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv2d", "conv1d"])
+def test_a_weight_is_scaled_only_if_its_norm_exceeds_the_bound(kind):
+    kinds = {"linear": nn.Linear(5, 4), "conv2d": nn.Conv2d(2, 4, 3), "conv1d": nn.Conv1d(6, 2, 3, groups=2)}
+    layer = kinds[kind]
+    before = layer.weight.detach().clone()
+    size = norm(before)
+    for bound in (0.5 * size, 2.0 * size):
+        network = nn.Sequential(layer, nn.Linear(2, 2))
+        bounded(network, "1", bound, G().manual_seed(0))
+        scaled = before * min(1.0, bound / size)
+        torch.testing.assert_close(layer.weight.detach(), scaled, rtol=1e-2, atol=1e-4)
+        settle_bounds(network)
+        assert norm(layer.weight) <= bound * (1 + 1e-6)
+        assert isinstance(layer._parameters["weight"], nn.Parameter)
+        if bound > size:
+            assert torch.equal(layer.weight, before)
+        assert not hasattr(layer, "parametrizations")
+        layer.weight.data = before.clone()
+
+
+def test_power_iterations_follow_a_weight_that_changes():
+    weight = torch.randn(6, 4, generator=G().manual_seed(0))
+    bound = SpectralBound(weight, 1.0, G().manual_seed(1))
+    other = torch.randn(6, 4, generator=G().manual_seed(2))
+    for _ in range(60):
+        scaled = bound(other)
+    assert norm(scaled) == pytest.approx(1.0, rel=1e-4)
+
+
+# The fit.
+
+
+@pytest.mark.parametrize("noise", ["shared", "per_output"])
+def test_the_covariance_of_regression_is_the_inverse_of_the_hessian(noise):
+    """Of the penalised negative log-likelihood, by automatic differentiation, for each output."""
+    network, x, y = mlp(2), inputs(40), values(40, 2) * torch.tensor([1.0, 50.0])
+    method = SNGP(network, Gaussian(noise), num_features=8, steps=20, prior_precision=0.7).fit((x, y), num_data=80)
+    pred = method.predict(x)
+    phi, said = features(method, x), in_eval(network, x).double()
+    assert isinstance(method.network, nn.Sequential)
+    for c in range(2):
+        variance, spread = float(pred.noise[0, c]), said[:, c].std(unbiased=False)
+
+        def joint(beta: Tensor, c: int = c, variance: float = variance, spread: Tensor = spread) -> Tensor:
+            residual = y[:, c].double() - phi @ beta
+            return 2.0 * residual.square().sum() / (2 * variance) + 0.7 * beta.square().sum() / (2 * spread.square())
+
+        covariance = torch.linalg.inv(torch.autograd.functional.hessian(joint, torch.zeros(8, dtype=torch.float64)))
+        expected = ((phi @ covariance) * phi).sum(-1)
+        torch.testing.assert_close(pred.latent_variance[:, c].double(), expected, rtol=1e-3, atol=0)
+    residuals = (y - pred.mean).square().mean(0)
+    if noise == "per_output":
+        torch.testing.assert_close(pred.noise[0], residuals)
+    else:  # one number in units of each output's own residuals
+        own = (y - said).square().mean(0)
+        torch.testing.assert_close(pred.noise[0].double(), own * (residuals / own).mean())
+
+
+def test_the_covariance_of_classification_is_the_inverse_of_the_weighted_gram_matrix():
+    network, x, y = mlp(3), inputs(40), labels(40)
+    method = SNGP(network, Categorical(temperature=1.5), num_features=8, steps=20, prior_precision=0.7).fit((x, y))
+    pred = method.predict(x)
+    p = (pred.mean.double() / 1.5).softmax(-1).amax(-1)
+    said, phi = in_eval(network, x).double(), features(method, x)
+    precision = 0.7 / said.var(0, unbiased=False).mean() * torch.eye(8).double()
+    for i in range(40):
+        precision += p[i] * (1 - p[i]) / 1.5**2 * torch.outer(phi[i], phi[i])
+    expected = ((phi @ torch.linalg.inv(precision)) * phi).sum(-1, keepdim=True).expand(40, 3)
+    torch.testing.assert_close(pred.variance.double(), expected, rtol=1e-4, atol=0)
+    mean_field = (pred.mean.double() / (1.5**2 + math.pi / 8 * expected).sqrt()).softmax(-1)
+    torch.testing.assert_close(pred.probs.double(), mean_field, rtol=1e-4, atol=0)
+
+
+def test_the_first_weights_say_what_the_network_says_and_training_does_better():
+    network, x = mlp(2), inputs(200)
+    said = in_eval(network, x)
+    y = said + 100.0 + 0.1 * values(200, 2)
+    network[2].bias.data += 100.0
+    start = SNGP(network, "regression", num_features=256, steps=0).fit((x, y)).predict(x)
+    left = (start.mean - in_eval(network, x)).square().mean(0) / said.var(0)
+    assert (left < 0.02).all()
+    y = y + torch.sin(3 * x[:, :2])  # which the network knows nothing of
+    before, after = (
+        SNGP(network, "regression", num_features=256, steps=n, lr=0.01).fit((x, y)).predict(x).log_prob(y).mean()
+        for n in (0, 200)
+    )
+    assert after > before + 0.2
+
+
+def test_norms_are_bounded_after_training_and_only_where_they_must_be():
+    network, x, y = mlp(3), inputs(), labels()
+    network[0].weight.data *= 10.0
+    assert norm(network[0].weight) > 2.0
+    method = SNGP(network, "classification", **{**QUICK, "steps": 30, "lr": 0.1}, norm_bound=2.0).fit((x, y))
+    assert isinstance(method.network, nn.Sequential)
+    assert norm(method.network[0].weight) <= 2.0 * (1 + 1e-6)
+    free = SNGP(network, "classification", **{**QUICK, "steps": 0}, norm_bound=100.0).fit((x, y))
+    assert isinstance(free.network, nn.Sequential)
+    assert torch.equal(free.network[0].weight, network[0].weight)
+
+
+def test_a_convolutional_network_is_bounded_throughout():
+    body = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 8)
+    network = nn.Sequential(*body, nn.Tanh(), nn.Linear(8, 3))
+    images = torch.randn(30, 1, 4, 4, generator=G().manual_seed(0))
+    method = SNGP(network, "classification", **QUICK, norm_bound=0.3).fit((images, labels()))
+    assert isinstance(method.network, nn.Sequential)
+    for i in (0, 4):
+        assert norm(network[i].weight) > 0.3 >= norm(method.network[i].weight) / (1 + 1e-6)
+    assert torch.equal(method.network[1].running_mean, network[1].running_mean)
+    assert (method.predict(images).variance > 0).all()
+
+
+def test_variance_grows_to_the_priors_away_from_the_data():
+    network, x = mlp(1), inputs(200)
+    network[1] = nn.Identity()
+    y = in_eval(network, x) + 0.1 * values(200)
+    method = SNGP(network, "regression", num_features=512, steps=0).fit((x, y))
+    near, far = method.predict(x).latent_variance, method.predict(x + 100.0).latent_variance
+    prior = in_eval(network, x).var(0, unbiased=False)
+    assert near.mean() < 0.05 * prior
+    torch.testing.assert_close(far.mean(), prior[0], rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+def test_monte_carlo_converges_to_the_analytic_predictive(task):
+    network, x = mlp(3), inputs()
+    y = labels() if task == "classification" else values(30, 3)
+    options = {**QUICK, "steps": 10, "prior_precision": 0.2}
+    exact = SNGP(network, task, **options).fit((x, y)).predict(x, covariance=True)
+    errors = []
+    for samples in (30, 3000):
+        drawn = SNGP(network, task, **options, prediction="monte_carlo", samples=samples).fit((x, y)).predict(x)
+        errors.append(float((drawn.variance / exact.variance - 1).abs().mean()))
+        assert ((drawn.mean - exact.mean).square() / exact.variance).mean() < 5 / samples
+    assert errors[1] < 0.05
+    assert errors[1] < 0.4 * errors[0]
+    if task == "classification":
+        torch.testing.assert_close(drawn.probs, exact.probs, rtol=0, atol=0.02)
+    else:
+        torch.testing.assert_close(drawn.log_prob(y), exact.log_prob(y), rtol=0, atol=0.2)
+
+
+def test_a_single_logit_stands_for_two_classes():
+    x, y = inputs(), labels(classes=2)
+    pred = SNGP(mlp(1), "classification", **QUICK).fit((x, y)).predict(x)
+    assert (pred.mean[:, 0] == 0).all()
+    assert (pred.variance[:, 0] == 0).all()
+    expected = (pred.mean[:, 1] / (1 + math.pi / 8 * pred.variance[:, 1]).sqrt()).sigmoid()
+    torch.testing.assert_close(pred.probs[:, 1], expected)
+    drawn = SNGP(mlp(1), "classification", **QUICK, prediction="monte_carlo").fit((x, y)).predict(x)
+    assert (drawn.variance[:, 1] > 0).all()
+
+
+@pytest.mark.parametrize("prediction", ["mean_field", "monte_carlo"])
+def test_outputs_without_a_second_axis(prediction):
+    network, x, y = Noisy(1, flat=True), inputs(), values().squeeze(-1)
+    pred = SNGP(network, "regression", **QUICK, prediction=prediction).fit((x, y)).predict(x)
+    assert pred.mean.shape == pred.latent_variance.shape == (30,)
+
+
+def test_frozen_parameters_stay():
+    network, x, y = mlp(3), inputs(), labels()
+    network[0].weight.data *= 10.0
+    network[0].requires_grad_(False)
+    method = SNGP(network, "classification", **QUICK, norm_bound=1.0).fit((x, y))
+    assert isinstance(method.network, nn.Sequential)
+    assert torch.equal(method.network[0].weight, network[0].weight)
+    assert torch.equal(method.network[0].bias, network[0].bias)
+
+
+def test_same_seed_same_numbers_with_a_loader_that_shuffles():
+    x, y = inputs(), labels()
+    loader = DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True)
+    a, b, c = (answers(SNGP(mlp(3), "classification", **QUICK, seed=s).fit(loader).predict(x)) for s in (1, 1, 2))
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(a["variance"], c["variance"])
+
+
+def test_validation_data_stop_it_early():
+    x, y = inputs(), labels()
+    method = SNGP(mlp(3), "classification", **{**QUICK, "steps": 60, "lr": 0.3, "eval_every": 2, "patience": 2})
+    method.fit((x, y), val=(x.flip(0), labels(seed=9)))
+    assert len(method.history.losses) < 60
+
+
+# What must not change, and bad input.
+
+
+class Failing(Noisy):
+    """Raises, or overflows, when it has been run so many times."""
+
+    def __init__(self, error: type[Exception] | None) -> None:
+        super().__init__(3)
+        self.runs, self.after, self.error = [0], 10**9, error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs[0] += 1
+        if self.runs[0] > self.after and self.error is not None:
+            raise self.error("out of order")
+        return self.last(self.body(x) * (float("nan") if self.runs[0] > self.after else 1.0))  # type: ignore[no-any-return]
+
+
+def everything(network: nn.Module) -> list[Any]:
+    parts = list(network.modules())
+    hooks = [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in parts]
+    own = [(id(p), p.requires_grad, p.grad) for p in network.parameters()]
+    return [hooks, own, [(type(part), part.training) for part in parts], [name for name, _ in network.named_modules()]]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_a_fit_that_fails_leaves_everything_as_it_was(error):
+    network, x, y = Failing(error), inputs(), labels()
+    network.body[3].eval()
+    before, state = everything(network), {k: v.clone() for k, v in network.state_dict().items()}
+    method = SNGP(network, "classification", **{**QUICK, "steps": 30}, norm_bound=0.1).fit((x, y))
+    fitted = answers(method.predict(x))
+    network.runs[0], network.after = 0, 30
+    with pytest.raises(error or TrainingError, match="out of order" if error else "The loss became nan at step"):
+        method.fit((x, y))
+    network.after = 10**9
+    assert everything(network) == before
+    assert same(dict(network.state_dict()), state)
+    assert same(answers(method.predict(x)), fitted)
+    assert everything(network) == before
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        nn.Sequential(nn.Linear(3, 3), nn.Softplus()),
+        nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True)),
+        nn.Sequential(nn.Linear(3, 4), nn.Flatten(), nn.Unflatten(1, (4, 1)), nn.Conv1d(4, 3, 1), nn.Flatten()),
+    ],
+)
+def test_a_last_layer_that_is_not_linear_is_refused(network):
+    with pytest.raises(OptionError, match="the last Linear is '0', and it does not"):
+        SNGP(network, "classification", **QUICK).fit((inputs(), labels()))
+
+
+def test_a_network_without_a_linear_layer_is_refused():
+    with pytest.raises(OptionError, match="without any Linear layer inside"):
+        SNGP(nn.Sequential(nn.Flatten()), "classification")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"prediction": "exact"}, "prediction"),
+        ({"num_features": 0}, "num_features"),
+        ({"norm_bound": -1}, "norm_bound to be a positive number, got -1"),
+        ({"lengthscale": math.nan}, "lengthscale to be a positive number"),
+        ({"prior_precision": True}, "prior_precision to be a positive number, got True"),
+        ({"ridge": 1.0}, "Unknown option ridge"),
+    ],
+)
+def test_bad_options(options, match):
+    with pytest.raises(OptionError, match=match):
+        SNGP(mlp(), "regression", **options)
+
+
+def test_checkpoints_are_refused(tmp_path):
+    with pytest.raises(OptionError, match="checkpoint"):
+        SNGP(mlp(), "regression", **QUICK).fit((inputs(), values()), checkpoint=tmp_path)
+
+
+def test_the_file_holds_the_whole_copy(tmp_path):
+    network, x = Noisy(2), inputs()
+    method = SNGP(network, "regression", **QUICK, lengthscale=2.0).fit((x, values(30, 2)))
+    method.save(tmp_path / "head")
+    again = SNGP.load(tmp_path / "head", model=network)
+    assert same(answers(again.predict(x)), answers(method.predict(x)))
+    assert again.digest() == method.digest()
+    tensors, config = read_head(tmp_path / "head")
+    assert {"network.body.0.weight", "network.body.1.running_mean", "network.last.0.frequency"} <= tensors.keys()
+    tensors["network.body.0.weight"] = torch.zeros(2, 2)
+    write_head(tmp_path / "other", tensors, config)
+    with pytest.raises(FileError, match=r"network\.body\.0\.weight"):
+        SNGP.load(tmp_path / "other", model=network)

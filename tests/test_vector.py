@@ -1,0 +1,177 @@
+"""Vector scaling against SciPy, and that its ridge keeps few rows from doing harm."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+from posthoc import Categorical, DataError, FileError, OptionError, Outputs, PosthocWarning, Temperature, load
+from posthoc.files import read_head, write_head
+from posthoc.methods.vector import Vector
+
+G = torch.Generator
+C = 4
+SCALE = torch.tensor([0.4, 1.0, 1.6, 0.7], dtype=torch.float64)
+BIAS = torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64)
+
+
+def classified(n: int, *, scale: Tensor = SCALE, bias: Tensor = BIAS, seed: int = 0) -> Outputs:
+    """Labels drawn from softmax(a∘f + b), where f has mean 0 over the classes."""
+    g = G().manual_seed(seed)
+    f = 2.0 * torch.randn(n, C, generator=g, dtype=torch.float64)
+    f = f - f.mean(-1, keepdim=True)
+    return Outputs(f, torch.multinomial((scale * f + bias).softmax(-1), 1, generator=g).squeeze(1))
+
+
+PLAIN = {"scale": torch.full((C,), 0.5, dtype=torch.float64), "bias": torch.zeros(C, dtype=torch.float64)}
+"""Of a network that temperature scaling is enough for."""
+
+
+def nll(method: Temperature, data: Outputs) -> float:
+    return -float(method.predict(data).log_prob(data.targets).mean())
+
+
+@pytest.mark.parametrize("ridge", [0.5, 50.0])
+def test_scale_and_bias_are_those_of_the_least_penalised_loss(ridge):
+    data = classified(300)
+    found = Vector(None, "classification", ridge=ridge).fit(data)
+    f, y = data.outputs.numpy(), data.targets.numpy()
+    inverse = 1.0 / Temperature(None, "classification").fit(data).likelihood.temperature.item()
+    size = inverse * np.sqrt((f**2).mean())
+
+    def loss(w: np.ndarray) -> float:
+        a, b = w.reshape(2, C)
+        z = a * f + b
+        data_term = (np.log(np.exp(z).sum(1)) - z[np.arange(len(y)), y]).sum()
+        return data_term + 0.5 * ridge * (((a / inverse - 1.0) ** 2).sum() + ((b / size) ** 2).sum())
+
+    best = minimize(loss, np.concatenate([np.full(C, inverse), np.zeros(C)]), method="BFGS", options={"gtol": 1e-6})
+    assert found.scale.numpy() == pytest.approx(best.x[:C], rel=1e-4)
+    assert found.bias.numpy() == pytest.approx(best.x[C:], rel=1e-4, abs=1e-5)
+
+
+def test_true_scale_and_bias_are_found_and_make_the_prediction():
+    data = classified(20_000)
+    method = Vector(None, "classification").fit(data)
+    torch.testing.assert_close(method.scale, SCALE, rtol=0.1, atol=0)
+    torch.testing.assert_close(method.bias, BIAS - BIAS.mean(), rtol=0, atol=0.1)
+    pred = method.predict(data)
+    torch.testing.assert_close(pred.mean, method.scale * data.outputs + method.bias)
+    torch.testing.assert_close(pred.probs, pred.mean.softmax(-1))
+    assert (pred.variance == 0).all()
+    assert (pred.mean.argmax(-1) != data.outputs.argmax(-1)).any()  # which is what fixed_mean = False says
+    assert not Vector.fixed_mean
+
+
+def test_it_is_better_than_temperature_scaling_where_that_is_not_enough():
+    data, new = classified(2000), classified(5000, seed=1)
+    assert (
+        nll(Vector(None, "classification").fit(data), new)
+        < nll(Temperature(None, "classification").fit(data), new) - 0.05
+    )
+
+
+@pytest.mark.parametrize("n", [40, 300])
+def test_few_rows_do_little_harm(n):
+    """Without the ridge they would."""
+    new = classified(5000, **PLAIN, seed=99)
+    lost, lost_without = [], []
+    for seed in range(5):
+        data = classified(n, **PLAIN, seed=seed)
+        least = nll(Temperature(None, "classification").fit(data), new)
+        lost.append(nll(Vector(None, "classification").fit(data), new) - least)
+        lost_without.append(nll(Vector(None, "classification", ridge=1e-6).fit(data), new) - least)
+    assert np.mean(lost) < 0.02
+    assert np.mean(lost_without) > 3 * np.mean(lost)
+
+
+def test_an_infinite_ridge_is_temperature_scaling():
+    data = classified(200)
+    method, plain = (
+        Vector(None, "classification", ridge=math.inf).fit(data),
+        Temperature(None, "classification").fit(data),
+    )
+    torch.testing.assert_close(method.predict(data).probs, plain.predict(data).probs, rtol=1e-9, atol=1e-12)
+
+
+def test_validation_data_choose_the_ridge():
+    data = classified(400)
+    strong = Vector(None, "classification").fit(data, val=classified(4000, **PLAIN, seed=5))
+    weak = Vector(None, "classification").fit(data, val=classified(4000, seed=5))
+    assert strong.chosen_ridge == math.inf
+    assert weak.chosen_ridge <= 10.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cross_validation_is_of_rows_the_fit_has_not_seen(seed):
+    """Rows that were seen would always speak for the weakest ridge."""
+    assert Vector(None, "classification").fit(classified(60, **PLAIN, seed=seed)).chosen_ridge >= 10.0
+
+
+def test_what_is_added_to_all_logits_of_a_row_changes_nothing():
+    data = classified(300)
+    shifted = Outputs(data.outputs + 100.0 * torch.randn(300, 1, dtype=torch.float64), data.targets)
+    a, b = (Vector(None, "classification").fit(d).predict(d).probs for d in (data, shifted))
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_reading_rows_in_parts_gives_the_same(monkeypatch):
+    data = classified(60)
+    whole = Vector(None, "classification").fit(data)
+    monkeypatch.setattr("posthoc.sharpness.VALUES_AT_ONCE", 7 * C)
+    cut = Vector(None, "classification").fit(data)
+    torch.testing.assert_close(cut.scale, whole.scale, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(cut.bias, whole.bias, rtol=1e-6, atol=1e-9)
+
+
+def test_saved_and_loaded(tmp_path):
+    data = classified(300)
+    method = Vector(None, "classification", seed=4).fit(data)
+    method.save(tmp_path / "head")
+    again = load(tmp_path / "head")
+    assert isinstance(again, Vector)
+    assert (again.ridge, again.seed, again.chosen_ridge) == (None, 4, method.chosen_ridge)
+    assert torch.equal(again.predict(data).probs, method.predict(data).probs)
+    tensors, config = read_head(tmp_path / "head")
+    write_head(tmp_path / "short", {**tensors, "bias": tensors["bias"][:-1]}, config)
+    with pytest.raises(FileError, match=r"Expected tensors bias \(4,\); found bias \(3,\)"):
+        load(tmp_path / "short")
+
+
+def test_half_precision_is_computed_in_more():
+    data = classified(300)
+    half = Outputs(data.outputs.half(), data.targets)
+    with pytest.warns(PosthocWarning, match="float16"):
+        pred = Vector(None, "classification").fit(half).predict(half)
+    assert pred.mean.dtype == pred.log_probs.dtype == torch.float32
+
+
+def test_a_fit_that_fails_leaves_the_one_before():
+    data = classified(200)
+    method = Vector(None, "classification").fit(data)
+    before = method.predict(data).probs
+    with pytest.raises(DataError, match="several classes, got 2 in every row"), pytest.warns(PosthocWarning):
+        method.fit(Outputs(torch.eye(C)[[2] * 30], torch.full((30,), 2)))
+    assert torch.equal(method.predict(data).probs, before)
+
+
+def test_data_that_are_all_right_are_told_and_left_to_the_temperature():
+    logits = 2.0 * torch.eye(C, dtype=torch.float64).repeat(10, 1)
+    with pytest.warns(PosthocWarning, match="all right"):
+        method = Vector(None, "classification").fit(Outputs(logits, logits.argmax(-1)))
+    assert method.chosen_ridge == math.inf
+
+
+def test_bad_options():
+    for ridge in (0.0, -1.0, math.nan):
+        with pytest.raises(OptionError, match="Expected a ridge above 0"):
+            Vector(None, "classification", ridge=ridge)
+    with pytest.raises(OptionError, match="for classification, not for regression"):
+        Vector(None, "regression")
+    with pytest.raises(OptionError, match="learns the temperature"):
+        Vector(None, Categorical(temperature=2.0)).fit(classified(50))
