@@ -16,6 +16,7 @@ from torch import Tensor
 from posthoc.checks import as_rows, choice, class_labels, regression_targets
 from posthoc.errors import OptionError, WrongTaskError
 from posthoc.latent import correlate
+from posthoc.law import Law
 
 __all__ = ["ClassificationPredictive", "Predictive", "RegressionPredictive", "by_rows", "working_dtype"]
 
@@ -131,12 +132,14 @@ class Predictive(ABC):
 
 @dataclass(frozen=True, eq=False)
 class RegressionPredictive(Predictive):
-    """A Gaussian for a new observation at each point, in the user's units; several outputs are taken as independent
-    by `log_prob`, as they are in training, unless you use `covariance`."""
+    """The distribution of a new observation at each point, in the user's units: mean + std · z, with z Gaussian or of
+    another law. Several outputs are taken as independent by `log_prob`, as they are in training, unless you use
+    `covariance`; draws have that covariance where it is there, and then each output's law but roughly."""
 
     latent_variance: Tensor  # as mean: how unsure we are of the function
     noise: Tensor  # as mean: the variance of an observation around it
     latent_covariance: Tensor | None = None  # (N, C, C)
+    law: Law | None = None  # of z, with unit variance, for each output; None: Gaussian
 
     @property
     def variance(self) -> Tensor:
@@ -156,28 +159,44 @@ class RegressionPredictive(Predictive):
         level = torch.as_tensor(q, dtype=torch.float64, device=self.mean.device)
         if not bool(((level > 0) & (level < 1)).all()):
             raise OptionError(f"Expected quantile levels strictly between 0 and 1, got {q}.")
-        return self._at(torch.special.ndtri(level))
+        return self._at(torch.special.ndtri(level) if self.law is None else self.law.quantile(level))
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """The central interval that holds a new observation with probability `level`: (lower, upper)."""
+        """The central interval that holds a new observation with probability `level`: (lower, upper), beyond either of
+        which it is as likely to be."""
         if not 0.0 < level < 1.0:
             raise OptionError(f"Expected an interval level strictly between 0 and 1, got {level} (0.95 means 95 %).")
+        if self.law is not None:
+            return self.quantile(0.5 - 0.5 * level), self.quantile(0.5 + 0.5 * level)
         z = torch.special.ndtri(torch.tensor(0.5 + 0.5 * level, dtype=torch.float64, device=self.mean.device))
         return self._at(-z), self._at(z)
 
     def cdf(self, y: Any) -> Tensor:
         """The probability that a new observation is at most y."""
-        return torch.special.ndtr(self._standardised(y))
+        z = self._standardised(y)
+        return torch.special.ndtr(z) if self.law is None else self.law.cdf(z).to(z.dtype)
 
     def log_prob(self, y: Any) -> Tensor:
-        density = -0.5 * self._standardised(y).square() - self.std.log() - 0.5 * math.log(2.0 * math.pi)
+        z = self._standardised(y)
+        if self.law is None:
+            density = -0.5 * z.square() - self.std.log() - 0.5 * math.log(2.0 * math.pi)
+        else:
+            density = self.law.log_density(z).to(z.dtype) - self.std.log()
         return density.flatten(1).sum(-1) if density.ndim > 1 else density
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
-        noise = normal((n, *self.mean.shape), self.mean, generator)
+        shape = (n, *self.mean.shape)
+        if self.law is None:
+            noise = normal(shape, self.mean, generator)
+        else:
+            noise = self.law.sample(checked(shape), generator).to(working_dtype(self.mean))
         if self.latent_covariance is None:
             return self.mean + self.std * noise
         return self.mean + correlate(self.covariance, noise.reshape(n, len(self), -1)).reshape(noise.shape)
+
+    def to(self, device: str | torch.device) -> Self:
+        """A copy on another device."""
+        return replace(super().to(device), law=self.law.to(device) if self.law is not None else None)
 
     def _at(self, z: Tensor) -> Tensor:
         return self.mean + self.std * z.to(self.std.dtype)
@@ -291,6 +310,10 @@ def rows_allowed(budget: Any, rows: int) -> int:
 
 
 def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.randn(checked(shape), dtype=working_dtype(like), device=like.device, generator=generator)
+
+
+def checked(shape: tuple[int, ...]) -> tuple[int, ...]:
     if shape[0] < 1:
         raise OptionError(f"Expected at least one draw, got n = {shape[0]}.")
-    return torch.randn(shape, dtype=working_dtype(like), device=like.device, generator=generator)
+    return shape

@@ -108,6 +108,7 @@ class Head(nn.Module):
             "recalibration": list(self.recalibration),
             "rank": coupling.rank if coupling is not None else None,
             "novelty": list(self.novelty.basis.shape) if self.novelty is not None else None,
+            "normals": getattr(self.likelihood, "normals", None),
         }
 
     @classmethod

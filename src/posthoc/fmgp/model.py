@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal, Self, SupportsFloat, TypeVar
 
 import torch
@@ -37,9 +37,10 @@ from posthoc.fmgp.plans import (
 )
 from posthoc.fmgp.points import Coordinates, DrawnBatches, FreshBatches, PointView
 from posthoc.fmgp.process import Process
+from posthoc.fmgp.residuals import LearntResiduals, learn_law
 from posthoc.inducing import Inducing
 from posthoc.kernels import RBF, Constant, Kernel, as_kernel, describe, kernel_from_spec
-from posthoc.likelihoods import Categorical, Likelihood, make_likelihood
+from posthoc.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
 from posthoc.method import Job, Method, first_values
 from posthoc.outputs import Outputs, join
 from posthoc.predictive import ClassificationPredictive, Predictive
@@ -62,12 +63,25 @@ PASSES = 20
 """Multiplications' worth of work for each output of each point."""
 KEPT_AWAY = 2**30
 """Outputs of more bytes stay in their file or in the host's memory, if a fit reads only some of them."""
-RECIPE = ("variance", "num_inducing", "alpha", "layer", "outputs_are", "standardize", "output_rank", "kl", "novelty")
+RECIPE = (
+    "variance",
+    "num_inducing",
+    "alpha",
+    "layer",
+    "outputs_are",
+    "standardize",
+    "output_rank",
+    "kl",
+    "novelty",
+    "residuals",
+)
 """Options that decide the numbers of a fit, beside those of training."""
 NOTHING = 1e-12
 """The variance where there is none: that of temperature scaling."""
 CLASSIFIERS = {"steps": 1000, "lr": 0.01}
 """How classifiers are trained by default: smaller steps suit them."""
+STEPS_A_ROOT, FEWEST_STEPS, MOST_STEPS = 7.0, 200, 2000
+"""A regression is trained for so many steps times √N by default: few rows are soon learnt by heart."""
 VARIANCES = ("auto", "per_output", "shared", "separable")
 
 
@@ -93,10 +107,12 @@ class FMGP(Method):
         unless variance="shared" was asked for).
     novelty: how steeply a classifier's variance grows beyond the features of the fit, in units of its typical size. By
         default 0.5 where rows held out show that it does them no harm (and as much among them as helps), and else 0.
+    residuals: "learnt": how a regression's residuals are spread is learnt too, and intervals may be skewed (with 200
+        rows or more; below, and with "gaussian", residuals are Gaussian).
     cache: whether the network is run once over the data; False runs it at every step (for random augmentation).
     outputs_are: what the classifier's outputs are: "logits", "log-probs" or "probs"; a single one is of class 1 of two.
-    steps, batch_size, lr, seed, eval_every, patience, progress: see `posthoc.training.Training`; classifiers take 1,000
-        steps at a learning rate of 0.01 by default.
+    steps, batch_size, lr, seed, eval_every, patience, progress: see `posthoc.training.Training`; by default classifiers
+        take 1,000 steps at a learning rate of 0.01, and regressions 7 √N steps, from 200 to 2,000.
     """
 
     name = "fmgp"
@@ -118,6 +134,7 @@ class FMGP(Method):
         output_rank: int | None = None,
         kl: Literal["copies", "once"] | None = None,
         novelty: float | None = None,
+        residuals: Literal["learnt", "gaussian"] = "learnt",
         cache: bool = True,
         outputs_are: str = "logits",
         device: str | torch.device | None = None,
@@ -127,6 +144,7 @@ class FMGP(Method):
         if not isinstance(alpha, SupportsFloat) or not 0.0 <= float(alpha) <= 1.0:
             raise OptionError(f"Expected alpha from 0 (the ELBO) to 1, got {alpha!r}.")
         choice("variance", variance, VARIANCES)
+        choice("residuals", residuals, ("learnt", "gaussian"))
         choice("kl", kl or "once", ("copies", "once"))
         if isinstance(inducing, str):
             choice("inducing", inducing, ("kmeans", "random", "per_class"))
@@ -139,6 +157,9 @@ class FMGP(Method):
             raise OptionError(
                 f"Unknown option {', '.join(sorted(unknown))}. The training options are: {known_options}."
             )
+        if training.get("steps", 0) is None:
+            del training["steps"]
+        self._steps_by_rows = self._likelihood.task == "regression" and "steps" not in training
         if self._likelihood.task == "classification" and not training.keys() & {"steps", "lr"}:
             training |= CLASSIFIERS
         self.training = Training(**training)
@@ -150,6 +171,7 @@ class FMGP(Method):
         if novelty is not None and not (isinstance(novelty, SupportsFloat) and 0.0 <= float(novelty) < math.inf):
             raise OptionError(f"Expected novelty to be a number of at least 0, or None to choose it, got {novelty!r}.")
         self.novelty = float(novelty) if novelty is not None else None
+        self.residuals = residuals
         self._likelihood.check_alpha(self.alpha)
         self.history = History()
         self.head: Head | None = None
@@ -177,13 +199,25 @@ class FMGP(Method):
         if self._likelihood.draws and not Ranks().alone:
             raise OptionError('Monte Carlo training draws in one process: use training="pairwise" with several.')
         decision = self._decide(job)
-        head, history = self._train(job, decision.plan, self.training)
+        training, likelihood = self._schedule(len(job.train)), self._likelihood
+        if self.residuals == "learnt" and LearntResiduals.suit(likelihood, len(job.train)):
+            likelihood = LearntResiduals.before(likelihood, self.alpha)
+        head, history = self._train(job, decision.plan, training, likelihood)
+        if isinstance(likelihood, LearntResiduals):
+            learn_law(head, job, lambda part: self._train(part, decision.plan, training, likelihood)[0])
         head.recalibration = decision.recalibration
         wariness = Wariness(0.0, self.novelty) if self.novelty is not None else decision.wariness
         if wariness is not None and any(wariness) and self._likelihood.task == "classification":
             head.grow_wary(job.train.spread(TYPICAL).to(head.device), wariness)
             Ranks().share(list(head.buffers()))
         self.head, self.history = head, history
+
+    def _schedule(self, rows: int) -> Training:
+        """How to train on so many rows."""
+        if not self._steps_by_rows:
+            return self.training
+        steps = round(min(max(STEPS_A_ROOT * math.sqrt(rows), FEWEST_STEPS), MOST_STEPS))
+        return replace(self.training, steps=steps)
 
     def _cached(self, job: Job) -> bool:
         return self.cache or isinstance(job.data, Outputs)
@@ -213,19 +247,21 @@ class FMGP(Method):
                 found[wariness] = log_probs(head, unseen)
         return found
 
-    def _train(self, job: Job, plan: Plan, training: Training) -> tuple[Head, History]:
+    def _train(
+        self, job: Job, plan: Plan, training: Training, likelihood: Likelihood | None = None
+    ) -> tuple[Head, History]:
         if plan == SCALED:
             return self._scaled(job), History()
         ranks, seed, cached = Ranks(), training.seed, self._cached(job)
         device = self._home(job.train)
         generator = torch.Generator().manual_seed(seed)
         # Everything is built beside what is there and takes its place at the end: a failed fit changes nothing.
-        likelihood = copy.deepcopy(self._likelihood).to(device)
+        likelihood = copy.deepcopy(likelihood or self._likelihood).to(device)
         typical = job.train.spread(TYPICAL).to(device)
         likelihood.start(typical.outputs, known(typical.targets))
         kernel = copy.deepcopy(self._kernel).to(device)
         coordinates = Coordinates.of(typical, kernel, standardize=self.standardize)
-        outputs = self._placed(job.train.only(*set(coordinates.spaces) - {"outputs"}), device)
+        outputs = self._placed(job.train.only(*set(coordinates.spaces) - {"outputs"}), device, training)
         view = PointView(outputs, coordinates)
         kernel.start(view.sample(1000, generator), coordinates.default)
         process = build(self._layout(), plan, kernel, view, outputs, generator)
@@ -312,10 +348,10 @@ class FMGP(Method):
         device = self.device or outputs.outputs.device
         return torch.device("cpu") if device.type == "mps" else device
 
-    def _placed(self, outputs: Outputs, device: torch.device) -> Outputs:
+    def _placed(self, outputs: Outputs, device: torch.device, training: Training) -> Outputs:
         """Outputs beside the head, unless they are too many for a GPU, or more than the fit will look at."""
         if device.type == "cuda" and outputs.outputs.device.type == "cpu":
-            read = self.training.steps * self.training.batch_size
+            read = training.steps * training.batch_size
             if outputs.nbytes > torch.cuda.mem_get_info(device)[0] // 2 or (
                 outputs.nbytes > KEPT_AWAY and read < len(outputs)
             ):
@@ -350,14 +386,15 @@ class FMGP(Method):
         }
 
     def _training(self) -> dict[str, Any]:
-        return {k: v for k, v in asdict(self.training).items() if k != "progress"}
+        training = {k: v for k, v in asdict(self.training).items() if k != "progress"}
+        return training | ({"steps": None} if self._steps_by_rows else {})
 
     def _tensors(self) -> dict[str, Tensor]:
         return known(self.head).state_dict()
 
     def _options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"alpha": self.alpha, "kl": self.kl, "standardize": self.standardize}
-        options["novelty"] = self.novelty
+        options |= {"novelty": self.novelty, "residuals": self.residuals}
         return {**options, "training": self._training(), "head": known(self.head).options()}
 
     @classmethod
@@ -393,12 +430,15 @@ class FMGP(Method):
             output_rank=shape["rank"],
             kl=options["kl"],
             novelty=options["novelty"],
+            residuals=options["residuals"],
             device=device,
             **options["training"],
         )
-        fresh = copy.deepcopy(method._kernel), copy.deepcopy(method._likelihood)
+        likelihood = copy.deepcopy(method._likelihood)
+        if shape["normals"] is not None and isinstance(likelihood, Gaussian):
+            likelihood = LearntResiduals(likelihood, shape["normals"])
         place = method.device or (method.backbone.device if method.backbone else None) or torch.device("cpu")
-        head = Head.rebuild(path, tensors, shape, *fresh)
+        head = Head.rebuild(path, tensors, shape, copy.deepcopy(method._kernel), likelihood)
         if head.process.kernel.spec() != shape["kernel"]:
             raise FileError(
                 f"Expected the kernel this head was fitted with, {shape['kernel']}, "

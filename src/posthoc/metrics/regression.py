@@ -42,17 +42,17 @@ class MAE(Mean):
 
 
 class CRPS(Mean):
-    """Continuous ranked probability score of Gaussian predictions, in closed form: the mean absolute error of a
-    distribution."""
+    """Continuous ranked probability score in closed form: the mean absolute error of a distribution."""
 
     def update(self, pred: Predictive, y: Any) -> None:
         """Adds a batch."""
         if not isinstance(pred, RegressionPredictive):
-            raise WrongTaskError(
-                f"Expected Gaussian predictions of a regression, got a {type(pred).__name__}: see SampleCRPS."
-            )
+            raise WrongTaskError(f"Expected predictions of a regression, got a {type(pred).__name__}: see SampleCRPS.")
         error, std = errors(pred, y), pred.std.double()
         z = error / std.clamp_min(1e-300)  # a prediction without any doubt is scored by its absolute error
+        if pred.law is not None:
+            self._add(std * pred.law.crps(z))
+            return
         density = torch.exp(-0.5 * z.square()) / math.sqrt(2.0 * math.pi)
         # σ [z (2Φ(z) - 1) + 2φ(z) - 1/√π]
         self._add(error * torch.erf(z / math.sqrt(2.0)) + std * (2.0 * density - 1.0 / math.sqrt(math.pi)))

@@ -1,0 +1,144 @@
+"""The law of a network's residuals, learnt with their variance: delays and prices are skewed and have long tails.
+
+A Gaussian would say too little of such residuals, and the variance it learns would follow the few largest. So a small
+mixture of normals is learnt with the variance, and at the end a finer one (see `posthoc.law`) from residuals that the
+variance was not fitted to, or from so many that it does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch import Tensor, nn
+
+from posthoc.fmgp.head import Head
+from posthoc.latent import Latent
+from posthoc.law import NORMAL, Law
+from posthoc.likelihoods import Gaussian, Likelihood
+from posthoc.method import Job
+from posthoc.outputs import Outputs
+from posthoc.predictive import Predictive, RegressionPredictive
+from posthoc.training import Ranks
+
+__all__ = ["LearntResiduals", "learn_law"]
+
+FEWEST = 200
+"""Rows below which residuals are taken to be Gaussian."""
+FOLDS, ENOUGH = 3, 10_000
+"""With fewer rows than ENOUGH, each of so many parts is standardised by a variance that was fitted to the others."""
+MOST = 60_000
+"""Rows that a law is taken from."""
+LAWS = 32
+"""Up to so many outputs have a law each; more share one."""
+SHIFTS = torch.linspace(-1.5, 1.5, 5, dtype=torch.float64)
+SPREADS = torch.logspace(-3.0, 4.0, 8, base=2.0, dtype=torch.float64)
+"""The normals of the mixture that is learnt with the variance."""
+
+
+class LearntResiduals(Gaussian):
+    """Noise whose law is learnt: first with everything else (at α = 1: elsewhere the energy has no closed form), as a
+    mixture of mean 0 and variance 1, until `settle` is given residuals. With a number of `normals` it has the shape of
+    one that was settled; one is the Gaussian, and is trained as such."""
+
+    def __init__(self, gaussian: Gaussian, normals: int | None = None) -> None:
+        super().__init__(cast(Any, gaussian.noise_form))
+        self.log_noise.requires_grad_(gaussian.log_noise.requires_grad)
+        self.normals = normals
+        self.log_weights: nn.Parameter | None = None
+        grid = torch.cartesian_prod(SHIFTS, SPREADS)
+        self.register_buffer("grid", grid, persistent=False)
+        self.grid: Tensor  # (K, 2), shifts and spreads
+        self.weights: Tensor
+        self.shifts: Tensor
+        self.spreads: Tensor
+
+    @staticmethod
+    def suit(likelihood: Likelihood, rows: int) -> TypeGuard[Gaussian]:
+        """Whether there are residuals to learn from, and enough of them."""
+        return type(likelihood) is Gaussian and rows >= FEWEST
+
+    @classmethod
+    def before(cls, gaussian: Gaussian, alpha: float) -> LearntResiduals:
+        """The noise of a fit that is to begin."""
+        return cls(gaussian, None if alpha == 1.0 else 1)
+
+    def start(self, outputs: Tensor, targets: Tensor) -> None:
+        super().start(outputs, targets)
+        laws = len(self.scale) if len(self.scale) <= LAWS else 1
+        if self.normals is not None:
+            self._keep(NORMAL.to(outputs.device).expanded(laws, self.normals))
+            return
+        shifts, spreads = self.grid.to(outputs.device).T
+        near_normal = -2.0 * spreads.log().square() - 2.0 * shifts.square()
+        self.log_weights = nn.Parameter(near_normal.repeat(laws, 1))
+
+    @property
+    def law(self) -> Law:
+        """The law of standardised residuals, of mean 0 and variance 1: settled, or as learnt so far."""
+        if self.log_weights is None:
+            return Law(self.weights, self.shifts, self.spreads)
+        weights, (shifts, spreads) = self.log_weights.softmax(-1), self.grid.T
+        law = Law(weights, shifts - (weights * shifts).sum(-1, keepdim=True), spreads.expand(weights.shape))
+        return law.divided(law.variance.sqrt())
+
+    def energy(
+        self, mean: Tensor, latent: Latent, target: Tensor, alpha: float, generator: torch.Generator | None = None
+    ) -> Tensor:
+        if self.log_weights is None:
+            return super().energy(mean, latent, target, alpha, generator)
+        total = self.noise + latent.variance
+        return (self.law.log_density((target - mean) / total.sqrt()) - 0.5 * total.log()).sum(-1)
+
+    def predictive(self, outputs: Tensor, latent: Latent, *, covariance: bool = False) -> Predictive:
+        gaussian = super().predictive(outputs, latent, covariance=covariance)
+        return replace(cast(RegressionPredictive, gaussian), law=self.law)
+
+    @torch.no_grad()
+    def settle(self, z: Tensor) -> None:
+        """Takes the law from standardised residuals (N, C), what was learnt so far being known before. Their variance
+        becomes part of the units, so that the law's is 1."""
+        law = Law.of(z.reshape(-1, len(self.law.weights)).cpu(), self.law.to("cpu")).to(z.device)
+        scale = law.variance.sqrt()
+        self.scale = self.scale * scale
+        self._keep(law.divided(scale))
+
+    def _keep(self, law: Law) -> None:
+        self.log_weights, self.normals = None, law.weights.shape[1]
+        for name in ("weights", "shifts", "spreads"):
+            self.register_buffer(name, getattr(law, name).contiguous())
+
+
+def learn_law(head: Head, job: Job, train: Callable[[Job], Head]) -> None:
+    """Settles the law of a trained head's residuals; `train` gives a head for a part of the rows."""
+    if len(job.train) < ENOUGH:
+        z = torch.cat([standardised(train(trial), unseen) for trial, unseen in folds(job)])
+    else:
+        z = standardised(head, job.train.spread(MOST))
+    cast(LearntResiduals, head.likelihood).settle(z)
+    Ranks().share(list(head.buffers()))
+
+
+def folds(job: Job) -> Iterator[tuple[Job, Outputs]]:
+    """Jobs on some rows, each with those that it leaves out."""
+    rows = job.train
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).to(rows.outputs.device)
+    for part in order.tensor_split(FOLDS):
+        others = torch.ones(len(rows), dtype=torch.bool, device=order.device).index_fill(0, part, False)
+        train = rows[others.nonzero().squeeze(-1)]
+        yield replace(job, train=train, num_data=len(train), data=train, checkpoint=None), rows[part]
+
+
+@torch.no_grad()
+def standardised(head: Head, rows: Outputs) -> Tensor:  # (N, C), float64
+    """The residuals of some rows in units of their predicted standard deviation."""
+    w, parts = head.prepared(), []
+    for start in range(0, len(rows), 1024):
+        part = rows[start : start + 1024].to(head.device)
+        assert part.targets is not None
+        pred = head.predictive(part, w)
+        z = (part.targets.double() - pred.mean.double()) / pred.std.double()
+        parts.append(z.reshape(len(part), -1))
+    return torch.cat(parts)

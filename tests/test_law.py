@@ -1,0 +1,230 @@
+"""`Law`, against numerical integration."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, optimize, stats
+from torch import Tensor
+
+from posthoc import law as law_module
+from posthoc.law import NORMAL, PRIOR_ROWS, Law, balanced, mixed, normals
+from posthoc.metrics import CQM, CRPS, Coverage, crps_of_draws
+from posthoc.predictive import RegressionPredictive
+
+LEVELS = (0.001, 0.025, 0.5, 0.9, 0.9999)
+
+
+def two_outputs() -> Law:
+    """A skewed law and a peaked one, with mean zero and unit variance."""
+    weights = torch.tensor([[0.6, 0.3, 0.1], [0.7, 0.2, 0.1]], dtype=torch.float64)
+    shifts = torch.tensor([[-0.5, 0.2, 2.4], [0.0, 0.1, -0.2]], dtype=torch.float64)
+    spreads = torch.tensor([[0.2, 0.7, 1.5], [0.1, 1.0, 4.0]], dtype=torch.float64)
+    return (found := Law(weights, shifts, spreads)).divided(found.variance.sqrt())
+
+
+def density(law: Law, output: int, z: float) -> float:
+    """Written with SciPy."""
+    parts = zip(law.weights[output].tolist(), law.shifts[output].tolist(), law.spreads[output].tolist(), strict=True)
+    return float(sum(w * stats.norm.pdf(z, m, s) for w, m, s in parts))
+
+
+def integral(law: Law, output: int, of: object = None, low: float = -60.0, high: float = 60.0) -> float:
+    function = of if callable(of) else lambda z: density(law, output, z)
+    points = sorted({float(p) for p in (law.shifts[output].tolist() + [low, high]) if low <= p <= high})
+    return float(
+        sum(integrate.quad(function, a, b, limit=400, epsabs=1e-12)[0] for a, b in zip(points, points[1:], strict=False))
+    )
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_density_moments_and_cdf_are_those_of_numerical_integration(output: int) -> None:
+    law = two_outputs()
+    z = torch.tensor([[-1.3, -1.3], [0.0, 0.0], [2.2, 2.2]], dtype=torch.float64)
+    for row, log_p, below in zip(z[:, output], law.log_density(z)[:, output], law.cdf(z)[:, output], strict=True):
+        assert float(log_p) == pytest.approx(np.log(density(law, output, float(row))), rel=1e-12)
+        assert float(below) == pytest.approx(integral(law, output, high=float(row)), abs=1e-9)
+    assert integral(law, output) == pytest.approx(1.0, abs=1e-9)
+    assert integral(law, output, lambda v: v * density(law, output, v)) == pytest.approx(0.0, abs=1e-9)
+    assert integral(law, output, lambda v: v * v * density(law, output, v)) == pytest.approx(1.0, abs=1e-9)
+    assert law.variance.tolist() == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.parametrize("output", [0, 1])
+@pytest.mark.parametrize("z", [-1.3, 0.0, 2.2, 9.0])
+def test_crps_is_the_integral_of_the_squared_distance_of_distributions(output: int, z: float) -> None:
+    law = two_outputs()
+
+    def cdf(v: float) -> float:
+        return float(law.cdf(torch.full((2,), v, dtype=torch.float64))[output])
+
+    expected = integral(law, output, lambda v: cdf(v) ** 2, high=z)
+    expected += integral(law, output, lambda v: (1.0 - cdf(v)) ** 2, low=z)
+    assert float(law.crps(torch.full((2,), z, dtype=torch.float64))[output]) == pytest.approx(expected, abs=1e-8)
+
+
+def test_quantiles_are_those_of_a_root_finder() -> None:
+    law = two_outputs()
+    found = law.quantile(torch.tensor(LEVELS, dtype=torch.float64)[:, None])
+    assert found.shape == (len(LEVELS), 2)
+    for i, level in enumerate(LEVELS):
+        for output in range(2):
+            parts = stats.norm(law.shifts[output].numpy(), law.spreads[output].numpy())
+            root = optimize.brentq(
+                lambda v, p=parts, o=output, q=level: float(law.weights[o].numpy() @ p.cdf(v)) - q, -60, 60, xtol=1e-13
+            )
+            assert float(found[i, output]) == pytest.approx(root, abs=1e-9)
+
+
+def test_the_normal_is_a_special_case() -> None:
+    z = torch.linspace(-5.0, 5.0, 41, dtype=torch.float64)
+    torch.testing.assert_close(NORMAL.log_density(z), torch.distributions.Normal(0.0, 1.0).log_prob(z))
+    torch.testing.assert_close(NORMAL.cdf(z), torch.special.ndtr(z))
+    torch.testing.assert_close(NORMAL.quantile(torch.special.ndtr(z)), z, rtol=1e-8, atol=1e-8)
+
+
+def test_parts_of_many_values_are_those_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    law, z = two_outputs(), torch.randn(50, 2, dtype=torch.float64)
+    whole = law.cdf(z), law.quantile(torch.rand(50, 2, generator=torch.Generator().manual_seed(0)))
+    monkeypatch.setattr(law_module, "AT_ONCE", 20)
+    again = law.cdf(z), law.quantile(torch.rand(50, 2, generator=torch.Generator().manual_seed(0)))
+    torch.testing.assert_close(whole, again)
+
+
+def test_draws_have_the_law() -> None:
+    law = two_outputs()
+    draws = law.sample((200_000, 2), torch.Generator().manual_seed(0))
+    for output in range(2):
+        for level in (0.05, 0.5, 0.95):
+            q = law.quantile(torch.tensor([level, level]))[output]
+            assert float((draws[:, output] <= q).double().mean()) == pytest.approx(level, abs=0.003)
+
+
+def test_balancing_is_the_constrained_maximum() -> None:
+    shifts = torch.tensor([-1.0, 0.0, 0.5, 2.0], dtype=torch.float64)
+    rows = torch.tensor([10.0, 5.0, 40.0, 7.0], dtype=torch.float64)
+    found = optimize.minimize(
+        lambda w: -float(rows.numpy() @ np.log(w)),
+        np.full(4, 0.25),
+        bounds=[(1e-9, 1.0)] * 4,
+        constraints=[
+            {"type": "eq", "fun": lambda w: w.sum() - 1.0},
+            {"type": "eq", "fun": lambda w: float(w @ shifts.numpy())},
+        ],
+        options={"ftol": 1e-14, "maxiter": 500},
+    )
+    np.testing.assert_allclose(balanced(rows, shifts).numpy(), found.x, atol=1e-5)
+
+
+def test_likelihood_never_falls_in_em(monkeypatch: pytest.MonkeyPatch) -> None:
+    z = skewed(400)
+    shifts, spreads = normals().T
+    prior = torch.zeros_like(shifts)
+    prior[len(prior) // 2] = PRIOR_ROWS
+    scores = []
+    for rounds in range(0, 30):
+        monkeypatch.setattr(law_module, "ROUNDS", rounds)
+        weights = mixed(z, shifts, spreads, prior)
+        law = Law(weights[None], shifts[None], spreads[None])
+        expected = PRIOR_ROWS * float(weights[len(prior) // 2].log())  # rows known to be of one normal
+        scores.append(float(law.log_density(z).sum()) + expected)
+        assert float((weights * shifts).sum()) == pytest.approx(0.0, abs=1e-9)
+    assert all(after >= before - 1e-7 for before, after in zip(scores, scores[1:], strict=False))
+    assert scores[-1] > scores[0] + 10.0
+
+
+def skewed(n: int, seed: int = 0) -> Tensor:
+    """Of an exponential law, with mean zero and unit variance."""
+    draws = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return -torch.log1p(-draws) - 1.0
+
+
+def test_em_finds_a_known_mixture() -> None:
+    truth = two_outputs()
+    found = Law.of(truth.sample((20_000, 2), torch.Generator().manual_seed(1)))
+    torch.testing.assert_close((found.weights * found.shifts).sum(-1), torch.zeros(2, dtype=torch.float64))
+    new = truth.sample((20_000, 2), torch.Generator().manual_seed(2))
+    lost = (truth.log_density(new) - found.log_density(new)).mean(0)
+    gaussian = (truth.log_density(new) - NORMAL.log_density(new)).mean(0)
+    assert bool((lost < 0.01).all())
+    assert bool((gaussian > 0.1).all())
+    for level in (0.05, 0.25, 0.5, 0.75, 0.95):
+        q = found.quantile(torch.full((2,), level))
+        assert (new <= q).double().mean(0).tolist() == pytest.approx([level, level], abs=0.012)
+
+
+def test_skewed_residuals_have_a_skewed_law() -> None:
+    law = Law.of(skewed(5000)[:, None])
+    new = skewed(5000, seed=1)
+    for level in (0.025, 0.25, 0.75, 0.975):
+        assert float((new <= law.quantile(torch.tensor(level))).double().mean()) == pytest.approx(level, abs=0.015)
+
+
+@pytest.mark.parametrize("n", [200, 2000])
+def test_gaussian_residuals_have_nearly_the_normal_law(n: int) -> None:
+    z = torch.randn(n, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    law = Law.of((z - z.mean()) / z.std())
+    new = torch.randn(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert float((NORMAL.log_density(new) - law.log_density(new)).mean()) < 0.02
+
+
+def test_a_biased_network_keeps_its_mean() -> None:
+    law = Law.of(torch.randn(1000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.3)
+    assert float((law.weights * law.shifts).sum()) == pytest.approx(0.0, abs=1e-12)
+
+
+# ------------------------------------------------------------------------------- predictives with a law
+
+
+def predictive(law: Law | None, n: int = 7) -> RegressionPredictive:
+    generator = torch.Generator().manual_seed(3)
+    mean, latent, noise = (torch.rand(n, 2, generator=generator, dtype=torch.float64) for _ in range(3))
+    return RegressionPredictive(mean, latent, noise, law=law)
+
+
+def test_the_normal_law_is_the_gaussian_predictive() -> None:
+    gaussian, same = predictive(None), predictive(NORMAL)
+    y = gaussian.mean + torch.randn(7, 2, dtype=torch.float64)
+    for ask in ("cdf", "log_prob"):
+        torch.testing.assert_close(getattr(same, ask)(y), getattr(gaussian, ask)(y))
+    torch.testing.assert_close(same.interval(0.9), gaussian.interval(0.9))
+    for metric in (CRPS, CQM, Coverage):
+        torch.testing.assert_close(metric()(same, y), metric()(gaussian, y))
+
+
+def test_a_predictive_is_consistent_with_its_law() -> None:
+    pred, law = predictive(two_outputs()), two_outputs()
+    lower, upper = pred.interval(0.8)
+    torch.testing.assert_close(pred.cdf(lower), torch.full_like(lower, 0.1))
+    torch.testing.assert_close(pred.cdf(upper), torch.full_like(upper, 0.9))
+    levels = torch.rand(7, 2, dtype=torch.float64)
+    torch.testing.assert_close(pred.cdf(pred.quantile(levels)), levels)
+    y = pred.mean + torch.randn(7, 2, dtype=torch.float64)
+    h = 1e-5
+    slope = (pred.cdf(y + h) - pred.cdf(y - h)) / (2 * h)
+    torch.testing.assert_close(pred.log_prob(y), slope.log().sum(-1), rtol=1e-4, atol=1e-4)
+    draws = pred.sample(40_000, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(draws.mean(0), pred.mean, rtol=0.0, atol=0.03)
+    torch.testing.assert_close(draws.var(0), pred.variance, rtol=0.06, atol=0.0)
+    by_draws = crps_of_draws(draws[:4000], y, fair=True).mean()
+    torch.testing.assert_close(CRPS()(pred, y), by_draws, rtol=0.02, atol=0.0)
+    assert law.variance.tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_rows_parts_and_devices_keep_the_law() -> None:
+    pred = predictive(two_outputs())
+    torch.testing.assert_close(pred[2:5].interval(), tuple(end[2:5] for end in pred.interval()))
+    joined = RegressionPredictive.cat([pred[:3], pred[3:]])
+    torch.testing.assert_close(joined.interval(), pred.interval())
+    assert pred.to("meta").law is not None
+    assert pred.to("meta").law.weights.device.type == "meta"  # type: ignore[union-attr]
+
+
+def test_draws_with_a_covariance_have_it() -> None:
+    mean = torch.zeros(1, 2, dtype=torch.float64)
+    latent = torch.tensor([[[1.0, 0.6], [0.6, 2.0]]], dtype=torch.float64)
+    noise = torch.full_like(mean, 0.5)
+    pred = RegressionPredictive(mean, latent.diagonal(dim1=1, dim2=2), noise, latent, two_outputs())
+    draws = pred.sample(200_000, torch.Generator().manual_seed(0))[:, 0]
+    torch.testing.assert_close(draws.T.cov(), pred.covariance[0], rtol=0.05, atol=0.02)
