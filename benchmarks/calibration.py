@@ -1,4 +1,4 @@
-"""FMGP with default options beside temperature and vector scaling: six real classifiers, as files of outputs.
+"""FMGP with default options beside temperature scaling: six real classifiers, as files of outputs.
 
     POSTHOC_DATA=... python -m benchmarks.calibration [--seeds 3] [--only cifar10] [--device cuda] [--out results.json]
 
@@ -20,7 +20,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.harness import console, finish, options, synchronise, yes
-from posthoc import FMGP, Outputs, Temperature, Vector
+from posthoc import FMGP, Outputs, Temperature
 from posthoc.evaluation import scores
 from posthoc.method import Method
 
@@ -76,8 +76,10 @@ def run(case: Case, folder: Path, seeds: int, device: torch.device, steps: dict[
     assert test.targets is not None
     found: dict[str, Any] = {"network": {"nll": -float(bare.gather(-1, test.targets[:, None]).mean())}}
     found["temperature"] = figures(Temperature(None, "classification"), fit, test, ood)
-    found["vector"] = figures(Vector(None, "classification"), fit, test, ood)
-    each = [figures(FMGP(None, "classification", seed=s, **steps), fit, test, ood) for s in range(seeds)]
+    each = []
+    for seed in range(seeds):
+        each.append(figures(FMGP(None, "classification", seed=seed, **steps), fit, test, ood))
+        print(folder.name, case.fit, seed, {key: round(value, 4) for key, value in each[-1].items()}, flush=True)
     found["fmgp"] = {name: statistics.mean(row[name] for row in each) for name in each[0]}
     found["fmgp by seed"] = each
     return {**found, "met": met(case, found["fmgp"], found["temperature"])}
@@ -117,7 +119,7 @@ def read(folder: Path, part: str, device: torch.device) -> Outputs:
 def show(runs: dict[str, Any]) -> None:
     table = Table("", "", *FIGURES, "fit (s)", "reached")
     for name, found in runs.items():
-        for method in ("temperature", "vector", "fmgp"):
+        for method in ("temperature", "fmgp"):
             row = found[method]
             numbers = (f"{row[figure]:.4f}" if figure in row else "" for figure in FIGURES)
             reached = ", ".join(f"{k} {yes(v)}" for k, v in found["met"].items()) if method == "fmgp" else ""

@@ -49,6 +49,12 @@ def test_a_bend_that_was_applied_is_found_again():
     torch.testing.assert_close(found.temperatures(log_p), wanted.temperatures(log_p), rtol=0.08, atol=0)
 
 
+def test_chance_is_not_taken_for_a_bend():
+    log_p = logits(500).log_softmax(-1)
+    bends = [Recalibration.of(log_p, drawn(log_p, seed)).bend for seed in range(20)]
+    assert sum(bend != 0.0 for bend in bends) <= 2
+
+
 def test_it_divides_by_a_temperature_of_each_row():
     log_p = logits(50).log_softmax(-1)
     t = Recalibration(1.2, -0.3).temperatures(log_p)

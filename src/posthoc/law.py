@@ -19,7 +19,7 @@ SPREADS = torch.logspace(-4.0, 5.0, 19, base=2.0, dtype=torch.float64)
 STEP, REACH, FAR = 0.25, 2.0, 3.0
 """The normals that a mixture is made of, in units of z: each spread s at shifts of up to REACH or FAR · s, one every
 STEP or s, whichever is more. A long tail is made of normals far out; wide ones in the middle would make two."""
-PRIOR_ROWS = 100.0
+PRIOR_ROWS = 20.0
 """How many rows of data what is known before counts for."""
 ROUNDS = 150
 """Rounds of EM; more would follow the sample rather than the law."""
@@ -27,6 +27,8 @@ TAIL, GROUPS = 250, 500
 """EM sees the so many lowest and highest values one by one, and those between in so many groups."""
 NEGLIGIBLE = 1e-6
 """Normals of less weight are left out."""
+TINY = 1e-9
+"""A shift that is none."""
 AT_ONCE = 2**21
 """Numbers in the largest tensor, values x normals: 16 MB."""
 
@@ -163,10 +165,11 @@ def normals() -> Tensor:  # (K, 2)
 
 def mixed(z: Tensor, shifts: Tensor, spreads: Tensor, prior: Tensor) -> Tensor:  # (K,)
     """The weights of normals under which z are most likely, among those with mean zero. `prior` says of how many more
-    rows it is known which of the normals they come from."""
+    rows it is known which of the normals they come from; others that reach further than z are left out."""
     values, counts = grouped(z)
     fit = -0.5 * ((values[:, None] - shifts) / spreads).square() - spreads.log()
-    weights = balanced(prior + prior.sum() / len(prior), shifts)
+    possible = (torch.maximum(shifts.abs(), spreads) <= z.abs().max()) | (prior > 0)
+    weights = balanced(prior + prior.sum() / len(prior) * possible, shifts)
     for _ in range(ROUNDS):
         share = (weights.log() + fit).softmax(-1)
         weights = balanced(counts @ share + prior, shifts)
@@ -179,7 +182,8 @@ def balanced(rows: Tensor, shifts: Tensor) -> Tensor:  # (K,)
     share = rows / rows.sum()
     places, where = shifts.unique(return_inverse=True)
     mass = torch.zeros_like(places).index_add(0, where, share)
-    low, high = -1.0 / places.max(), -1.0 / places.min()
+    places, mass = places[mass > 0], mass[mass > 0]
+    low, high = -1.0 / places.max().clamp_min(TINY), -1.0 / places.min().clamp_max(-TINY)
     for _ in range(60):
         middle = 0.5 * (low + high)
         heavy = (mass * places / (1.0 + middle * places)).sum() > 0  # it falls as λ grows

@@ -32,13 +32,13 @@ class Recalibration(NamedTuple):
 
     @classmethod
     def of(cls, log_p: Tensor, y: Tensor) -> Recalibration:
-        """What suits these rows best."""
+        """What suits these rows best; with a b only where it earns more than it costs to learn (Schwarz, 1978)."""
         found = {}
         for bend in BENDS:
             scores = log_p.double() / cls(1.0, bend).temperatures(log_p)
             inverse = best_inverse(Outputs.trusted(outputs=scores, targets=y))
             right = (inverse * scores).log_softmax(-1).gather(-1, y[:, None])
-            found[cls(1.0 / inverse, bend)] = float(right.mean())
+            found[cls(1.0 / inverse, bend)] = float(right.sum()) - (0.5 * math.log(len(y)) if bend else 0.0)
         return max(found, key=found.__getitem__)
 
     def temperatures(self, log_p: Tensor) -> Tensor:  # (N, 1)

@@ -30,6 +30,7 @@ def demo(
 
     from posthoc import FMGP, RBF
     from posthoc.data.synthetic import heteroscedastic
+    from posthoc.experiments.synthetic import train_network
     from posthoc.report.figures import error_bar_figure
 
     generator = torch.Generator().manual_seed(seed)
@@ -52,24 +53,6 @@ def demo(
     ]
     error_bar_figure(out, x, panels, (torch.cat([train[0], calibration[0]]), torch.cat([train[1], calibration[1]])))
     typer.echo(f"wrote {out}")
-
-
-def train_network(x: Tensor, y: Tensor, seed: int) -> nn.Module:
-    """The network of the paper's Figure 1."""
-    import torch
-    from torch import nn
-
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1))
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 1500)
-    for _ in range(1500):
-        optimiser.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimiser.step()
-        schedule.step()
-    return model
 
 
 def constant_noise(model: nn.Module, calibration: tuple[Tensor, Tensor], x: Tensor) -> RegressionPredictive:

@@ -54,7 +54,10 @@ def fit(
     task: Annotated[Task, typer.Option(help="What is predicted.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the head goes (.safetensors).")],
     val: Annotated[str | None, typer.Option(help="More outputs, to stop early by.")] = None,
-    method: Annotated[str, typer.Option(help="fmgp, map (the bare predictor) or temperature.")] = "fmgp",
+    method: Annotated[
+        str,
+        typer.Option(help="fmgp, map (the bare predictor), temperature, vector, laplace, ella, valla or gp."),
+    ] = "fmgp",
     config: Annotated[Path | None, typer.Option(help="The method's options, as TOML.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="One of them: --set steps=2000.")] = None,
     outputs_are: Annotated[

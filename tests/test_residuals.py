@@ -1,0 +1,183 @@
+"""FMGP on residuals that are not Gaussian."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from posthoc import FMGP, Outputs
+from posthoc.errors import OptionError
+from posthoc.fmgp.residuals import LearntResiduals
+from posthoc.likelihoods import Gaussian
+from posthoc.metrics import CRPS, NLL, Coverage
+from posthoc.predictive import RegressionPredictive
+
+
+def skewed(n: int, seed: int, outputs: int = 1) -> Outputs:
+    """Residuals of a gamma law with two degrees of freedom, of either sign by turns, and a spread that grows with x."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(n, 1, generator=generator, dtype=torch.float64)
+    draws = torch.rand(n, outputs, 2, generator=generator, dtype=torch.float64)
+    noise = (-draws.log().sum(-1) - 2.0) / math.sqrt(2.0)
+    sign = 1.0 - 2.0 * (torch.arange(outputs) % 2)
+    mean = torch.sin(6.0 * x).repeat(1, outputs)
+    return Outputs(mean, mean + sign * (0.1 + x) * noise, features=x)
+
+
+def fitted(data: Outputs, **options: Any) -> FMGP:
+    return FMGP(None, "regression", progress=False, num_inducing=10, **options).fit(data)
+
+
+def predict(model: FMGP, data: Outputs) -> RegressionPredictive:
+    pred = model.predict(data)
+    assert isinstance(pred, RegressionPredictive)
+    return pred
+
+
+def shares(pred: RegressionPredictive, y: Tensor, level: float) -> tuple[float, float]:
+    """Of targets below and above an interval."""
+    lower, upper = pred.interval(level)
+    return float((y < lower).double().mean()), float((y > upper).double().mean())
+
+
+@pytest.fixture(scope="module")
+def model() -> FMGP:
+    return fitted(skewed(3000, 0))
+
+
+@pytest.fixture(scope="module")
+def test_rows() -> Outputs:
+    return skewed(20_000, 1)
+
+
+def test_intervals_cover_on_both_sides_where_those_of_a_gaussian_do_not(model: FMGP, test_rows: Outputs) -> None:
+    assert test_rows.targets is not None
+    learnt, gaussian = predict(model, test_rows), predict(fitted(skewed(3000, 0), residuals="gaussian"), test_rows)
+    assert gaussian.law is None
+    inside = []
+    for level in (0.5, 0.9, 0.95):
+        tail = 0.5 - 0.5 * level
+        band = 2.0 * math.sqrt(tail * (1.0 - tail) * (1 / 3000 + 1 / 20_000))
+        for pred, expected in ((learnt, True), (gaussian, False)):
+            below, above = shares(pred, test_rows.targets, level)
+            close = abs(below - tail) <= band + 0.002 and abs(above - tail) <= band + 0.002
+            assert close is expected, (level, below, above)
+        found = float(Coverage(level)(learnt, test_rows.targets))
+        inside.append(abs(found - level) <= 2.0 * math.sqrt(level * (1 - level) * (1 / 3000 + 1 / 20_000)))
+    assert all(inside)
+    for metric in (NLL, CRPS):
+        assert float(metric()(learnt, test_rows.targets)) < float(metric()(gaussian, test_rows.targets))
+
+
+def test_the_mean_is_the_networks_and_the_variance_that_of_a_new_observation(model: FMGP, test_rows: Outputs) -> None:
+    pred = predict(model, test_rows)
+    assert pred.law is not None
+    assert torch.equal(pred.mean, test_rows.outputs)
+    torch.testing.assert_close(pred.law.variance, torch.ones(1, dtype=torch.float64))
+    assert float((pred.law.weights * pred.law.shifts).sum()) == pytest.approx(0.0, abs=1e-12)
+    assert test_rows.features is not None
+    true = (0.1 + test_rows.features).square()
+    assert float(pred.variance.mean() / true.mean()) == pytest.approx(1.0, abs=0.1)
+
+
+def test_saved_and_loaded_it_says_the_same(model: FMGP, test_rows: Outputs, tmp_path: Path) -> None:
+    model.save(tmp_path / "head.safetensors")
+    again = FMGP.load(tmp_path / "head.safetensors")
+    rows = test_rows[:50]
+    before, after = predict(model, rows), predict(again, rows)
+    for level in (0.5, 0.95):
+        torch.testing.assert_close(before.interval(level), after.interval(level), rtol=0.0, atol=0.0)
+    assert torch.equal(before.log_prob(rows.targets), after.log_prob(rows.targets))
+    assert again.digest() == model.digest()
+
+
+def test_a_fit_can_be_repeated(test_rows: Outputs) -> None:
+    data, rows = skewed(250, 2), test_rows[:20]
+    first, second = (fitted(data, steps=20).predict(rows).log_prob(rows.targets) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_each_output_has_its_own_law() -> None:
+    data, new = skewed(2000, 0, outputs=2), skewed(5000, 1, outputs=2)
+    assert new.targets is not None
+    pred = predict(fitted(data), new)
+    lower, upper = ((pred.quantile(q) - pred.mean) / pred.std for q in (0.05, 0.95))
+    assert bool((upper[:, 0] > -1.3 * lower[:, 0]).all())
+    assert bool((upper[:, 1] < -lower[:, 1] / 1.3).all())
+    for output in range(2):
+        low, high = pred.interval(0.9)
+        inside = (new.targets[:, output] >= low[:, output]) & (new.targets[:, output] <= high[:, output])
+        assert float(inside.double().mean()) == pytest.approx(0.9, abs=0.02)
+
+
+def test_many_outputs_share_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("posthoc.fmgp.residuals.LAWS", 1)
+    data = skewed(300, 0, outputs=3)
+    model = fitted(data, steps=20)
+    pred = predict(model, data)
+    assert pred.law is not None
+    assert len(pred.law.weights) == 1
+    assert pred.interval()[0].shape == (300, 3)
+    model.save(tmp_path / "head.safetensors")
+    assert FMGP.load(tmp_path / "head.safetensors").digest() == model.digest()
+
+
+def test_the_outputs_may_have_one_dimension() -> None:
+    data = skewed(300, 0)
+    assert data.targets is not None
+    flat = Outputs(data.outputs[:, 0], data.targets[:, 0], data.features)
+    pred, wide = predict(fitted(flat, steps=20), flat), predict(fitted(data, steps=20), data)
+    torch.testing.assert_close(pred.interval(0.9), tuple(end[:, 0] for end in wide.interval(0.9)))
+    assert pred.sample(3).shape == (3, 300)
+    assert pred.quantile(torch.full((300,), 0.3)).shape == (300,)
+
+
+@pytest.mark.parametrize("options", [{}, {"residuals": "gaussian"}])
+def test_few_rows_are_gaussian_as_are_others_on_demand(options: dict[str, Any]) -> None:
+    rows = 500 if options else 199
+    model = fitted(skewed(rows, 0), steps=5, **options)
+    assert predict(model, skewed(5, 1)).law is None
+    assert type(model.likelihood) is Gaussian
+
+
+def test_residuals_of_so_many_rows_need_no_other_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posthoc.fmgp.residuals.ENOUGH", 300)
+    monkeypatch.setattr("posthoc.fmgp.residuals.folds", lambda job: pytest.fail("rows were held out"))
+    assert predict(fitted(skewed(300, 0), steps=5), skewed(5, 1)).law is not None
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_at_other_alpha_a_gaussian_is_trained_and_a_law_learnt_after(alpha: float) -> None:
+    data, new = skewed(1000, 0), skewed(5000, 1)
+    assert new.targets is not None
+    model = fitted(data, alpha=alpha)
+    gaussian = fitted(data, alpha=alpha, residuals="gaussian")
+    assert model.history.losses == gaussian.history.losses
+    assert float(NLL()(predict(model, new), new.targets)) < float(NLL()(predict(gaussian, new), new.targets)) - 0.05
+
+
+def test_the_energy_is_the_log_density_of_the_mixture() -> None:
+    likelihood = LearntResiduals.before(Gaussian(), 1.0)
+    data = skewed(300, 0)
+    assert data.targets is not None
+    likelihood.start(data.outputs, data.targets)
+    law = likelihood.law
+    torch.testing.assert_close(law.variance.detach(), torch.ones(1, dtype=torch.float64))
+    assert float((law.weights * law.shifts).sum()) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(50, 200), (1600, 280), (100_000, 2000)])
+def test_steps_grow_with_the_root_of_the_rows(rows: int, steps: int) -> None:
+    model = FMGP(None, "regression")
+    assert model._schedule(rows).steps == steps
+    assert FMGP(None, "regression", steps=77)._schedule(rows).steps == 77
+
+
+def test_unknown_residuals_are_refused() -> None:
+    with pytest.raises(OptionError, match="residuals"):
+        FMGP(None, "regression", residuals="cauchy")  # type: ignore[arg-type]
