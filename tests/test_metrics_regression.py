@@ -74,7 +74,7 @@ def test_the_closed_form_is_for_gaussians_only():
         mean=torch.zeros(3), interval=lambda level: (torch.full((3,), -1.0), torch.full((3,), level))
     )
     assert value(Coverage(0.9), pred, y) == pytest.approx(1 / 3)
-    with pytest.raises(WrongTaskError, match="Gaussian predictions of a regression, got a SimpleNamespace"):
+    with pytest.raises(WrongTaskError, match="predictions of a regression, got a SimpleNamespace"):
         CRPS().update(pred, y)
 
 

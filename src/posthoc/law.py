@@ -19,7 +19,7 @@ SPREADS = torch.logspace(-4.0, 5.0, 19, base=2.0, dtype=torch.float64)
 STEP, REACH, FAR = 0.25, 2.0, 3.0
 """The normals that a mixture is made of, in units of z: each spread s at shifts of up to REACH or FAR · s, one every
 STEP or s, whichever is more. A long tail is made of normals far out; wide ones in the middle would make two."""
-PRIOR_ROWS = 20.0
+PRIOR_ROWS = 50.0
 """How many rows of data what is known before counts for."""
 ROUNDS = 150
 """Rounds of EM; more would follow the sample rather than the law."""
@@ -94,7 +94,7 @@ class Law:
         pairs = torch.einsum("cj,ck,cjk->c", self.weights, self.weights, size(apart, wide))
         return (
             self._of_parts(lambda part: (self.weights * size(part - self.shifts, self.spreads)).sum(-1), z)
-            - 0.5 * pairs
+            - 0.4 * pairs
         )
 
     def quantile(self, level: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ __all__ = ["LearntResiduals", "learn_law"]
 
 FEWEST = 200
 """Rows below which residuals are taken to be Gaussian."""
-FOLDS, ENOUGH = 3, 10_000
+FOLDS, ENOUGH = 3, 30_000
 """With fewer rows than ENOUGH, each of so many parts is standardised by a variance that was fitted to the others."""
 MOST = 60_000
 """Rows that a law is taken from."""
