@@ -94,7 +94,7 @@ class Law:
         pairs = torch.einsum("cj,ck,cjk->c", self.weights, self.weights, size(apart, wide))
         return (
             self._of_parts(lambda part: (self.weights * size(part - self.shifts, self.spreads)).sum(-1), z)
-            - 0.4 * pairs
+            - 0.5 * pairs
         )
 
     def quantile(self, level: Tensor) -> Tensor:
