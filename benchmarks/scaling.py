@@ -57,7 +57,7 @@ class Size:
     def call(self) -> Call:
         data = Simulated(self.rows, self.classes, self.features).outputs()
         options: dict[str, Any] = {"num_inducing": self.inducing, "batch_size": self.batch, "progress": False}
-        return capture(FMGP(None, "classification", **options), data)
+        return capture(FMGP(None, "classification", variance="shared", **options), data)
 
 
 QUICK = Size(classes=40, features=8, batch=64, inducing=10, rows=300, short=2, steps=4)

@@ -43,8 +43,10 @@ class Task:
         return len(self.fit) == 3
 
     def method(self, **options: Any) -> FMGP:
-        """Our method with its defaults but the kernel of the reference: on the inputs (regression) or the features."""
+        """Our method as the reference is, the paper's: its kernel on the inputs (regression) or the features, inducing
+        points for each class, Gaussian residuals."""
         options = {"kernel": RBF(on=self.space), "progress": False, **options}
+        options |= {"variance": "per_output"} if self.likelihood == "classification" else {"residuals": "gaussian"}
         return FMGP(None if self.known else self.network, self.likelihood, **options)
 
     def default(self, **options: Any) -> FMGP:

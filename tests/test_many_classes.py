@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from posthoc import FMGP, Outputs
+from posthoc.doubts import ROWS
 from posthoc.fmgp import plans
 from posthoc.fmgp.building import RANK
 from posthoc.fmgp.coupled import CoupledLatent, LowRankLatent
@@ -236,7 +237,8 @@ def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(
     assert rows_read["steps"] == steps * batch
     kernel, sample, passes = 1000, 2000, 100 * 1000  # its length-scale, where k-means starts, and k-means
     again = steps * batch  # the batches, once more, as points
-    assert rows_read["all"] <= min(rows, TYPICAL) + kernel + sample + passes + rows_read["steps"] + again
+    doubts = min(rows, ROWS)  # those that tell whether the network has memorised the data
+    assert rows_read["all"] <= min(rows, TYPICAL) + kernel + sample + passes + rows_read["steps"] + again + doubts
     assert seen.numbers <= max(TYPICAL * WIDTH, 1000 * 1000), seen.shape  # or the pairs of the kernel's sample
 
 

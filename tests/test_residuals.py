@@ -15,6 +15,7 @@ from posthoc.errors import OptionError
 from posthoc.fmgp.residuals import LearntResiduals
 from posthoc.latent import IndependentLatent
 from posthoc.likelihoods import Gaussian
+from posthoc.method import Job
 from posthoc.metrics import CRPS, NLL, Coverage
 from posthoc.predictive import RegressionPredictive
 
@@ -178,9 +179,9 @@ def test_the_energy_is_the_log_density_of_the_mixture() -> None:
 
 @pytest.mark.parametrize(("rows", "steps"), [(50, 200), (1600, 280), (100_000, 2000)])
 def test_steps_grow_with_the_root_of_the_rows(rows: int, steps: int) -> None:
-    model = FMGP(None, "regression")
-    assert model._schedule(rows).steps == steps
-    assert FMGP(None, "regression", steps=77)._schedule(rows).steps == 77
+    job = Job(Outputs(torch.zeros(rows)), None, rows, None, None)
+    assert FMGP(None, "regression")._schedule(job).steps == steps
+    assert FMGP(None, "regression", steps=77)._schedule(job).steps == 77
 
 
 def test_unknown_residuals_are_refused() -> None:

@@ -199,7 +199,7 @@ class FMGP(Method):
         if self._likelihood.draws and not Ranks().alone:
             raise OptionError('Monte Carlo training draws in one process: use training="pairwise" with several.')
         decision = self._decide(job)
-        training, likelihood = self._schedule(len(job.train)), self._likelihood
+        training, likelihood = self._schedule(job), self._likelihood
         if self.residuals == "learnt" and LearntResiduals.suit(likelihood, len(job.train)):
             likelihood = LearntResiduals.before(likelihood, self.alpha)
         head, history = self._train(job, decision.plan, training, likelihood)
@@ -212,11 +212,13 @@ class FMGP(Method):
             Ranks().share(list(head.buffers()))
         self.head, self.history = head, history
 
-    def _schedule(self, rows: int) -> Training:
-        """How to train on so many rows."""
+    def _schedule(self, job: Job) -> Training:
+        """How to train: for more steps on more rows, and for fewer on changed views, of which less is to be learnt."""
+        if isinstance(job.data, Augmented):
+            return shortened(self.training)
         if not self._steps_by_rows:
             return self.training
-        steps = round(min(max(STEPS_A_ROOT * math.sqrt(rows), FEWEST_STEPS), MOST_STEPS))
+        steps = round(min(max(STEPS_A_ROOT * math.sqrt(len(job.train)), FEWEST_STEPS), MOST_STEPS))
         return replace(self.training, steps=steps)
 
     def _cached(self, job: Job) -> bool:
@@ -235,7 +237,11 @@ class FMGP(Method):
             return Decision(Plan("per_output") if few else Plan("shared", self.kl or "copies"))
         found = [AUGMENTED] if isinstance(job.data, Augmented) else candidates(rows, num_outputs)
         plans = [plan._replace(kl=self.kl or plan.kl) for plan in found]
-        return choose(job, plans, self._attempt) if rows >= FEWEST else Decision(plans[-1])
+        if rows < FEWEST:
+            return Decision(plans[-1])
+        decision = choose(job, plans, self._attempt)
+        # What changed views say of confidence and of new kinds of points holds for them, not for plain images.
+        return Decision(decision.plan) if isinstance(job.data, Augmented) else decision
 
     def _attempt(self, trial: Job, plan: Plan, unseen: Outputs) -> Trial:
         """What a plan, fitted on some rows, says of others."""
