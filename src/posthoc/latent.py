@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posthoc.linalg import cholesky
 
-__all__ = ["IndependentLatent", "Latent", "Widened", "correlate"]
+__all__ = ["FactorLatent", "IndependentLatent", "Latent", "Widened", "correlate"]
 
 
 class Latent(ABC):
@@ -64,6 +64,27 @@ class IndependentLatent(Latent):
     def perturb(self, noise: Tensor) -> Tensor:
         # The tiny floor keeps the square root's gradient finite where the variance is exactly zero.
         return noise * self._variance.clamp_min(1e-300 if noise.dtype == torch.float64 else 1e-30).sqrt()
+
+
+class FactorLatent(Latent):
+    """V = F Fᵀ at each point."""
+
+    def __init__(
+        self,
+        factor: Tensor,  # (N, C, K), F
+    ) -> None:
+        self.factor = factor
+
+    @property
+    def variance(self) -> Tensor:
+        return self.factor.square().sum(-1)
+
+    def covariance(self) -> Tensor:
+        return self.factor @ self.factor.mT
+
+    def difference(self, top: Tensor) -> Tensor:
+        of_top = self.factor[torch.arange(len(top), device=top.device), top]
+        return (self.factor - of_top[:, None]).square().sum(-1)
 
 
 class Widened(Latent):

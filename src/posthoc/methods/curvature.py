@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.errors import OptionError
-from posthoc.latent import IndependentLatent, Latent
+from posthoc.latent import FactorLatent, IndependentLatent, Latent
 
 __all__ = ["FORMS", "Curvature", "Dense", "Diagonal", "Form", "Kronecker", "of_classes", "of_outputs", "require_room"]
 
@@ -122,7 +122,7 @@ class Dense(Curvature):
         return self.values
 
     def latent(self, features: Tensor, precision: Tensor, noise: Tensor) -> Latent:
-        return FactorLatent((features @ self.vectors) * (self.values / noise + precision).rsqrt())
+        return FactorLatent(((features @ self.vectors) * (self.values / noise + precision).rsqrt()).transpose(0, 1))
 
     @property
     def width(self) -> int:
@@ -154,28 +154,6 @@ class RotatedLatent(Latent):
 
     def perturb(self, noise: Tensor) -> Tensor:
         return (noise * self.along.sqrt()) @ self.vectors.mT
-
-
-class FactorLatent(Latent):
-    """V_cd = F_c · F_d."""
-
-    def __init__(
-        self,
-        factor: Tensor,  # (C, N, K), F
-    ) -> None:
-        self.factor = factor
-
-    @property
-    def variance(self) -> Tensor:
-        return self.factor.square().sum(-1).mT
-
-    def covariance(self) -> Tensor:
-        by_point = self.factor.transpose(0, 1)
-        return by_point @ by_point.mT
-
-    def difference(self, top: Tensor) -> Tensor:
-        chosen = self.factor.gather(0, top[None, :, None].expand(1, *self.factor.shape[1:]))
-        return (self.factor - chosen).square().sum(-1).mT
 
 
 def of_outputs(

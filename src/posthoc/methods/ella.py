@@ -16,12 +16,13 @@ from posthoc.checks import integer
 from posthoc.errors import DataError, OptionError
 from posthoc.files import check_shapes
 from posthoc.inducing import distinct
+from posthoc.latent import FactorLatent
 from posthoc.likelihoods import Gaussian, Likelihood, make_likelihood
 from posthoc.method import Job
 from posthoc.methods.laplace import linearised
 from posthoc.methods.last_layer import find_last_layer, with_one
 from posthoc.methods.ntk import Jacobian, Pair, gradients
-from posthoc.methods.subspace import Candidate, FactorLatent, curvature, grid, leading, likeliest, scores, set_noise
+from posthoc.methods.subspace import Candidate, curvature, grid, leading, likeliest, scores, set_noise
 from posthoc.methods.tangents import NTKMethod, TangentBackbone, Weights, check_classes, positive
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive

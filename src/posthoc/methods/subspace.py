@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from posthoc.errors import DataError
-from posthoc.latent import Latent
+from posthoc.latent import FactorLatent
 from posthoc.likelihoods import NOISE_FLOOR, Categorical, Gaussian, Likelihood, columns
 from posthoc.methods.evidence import best_evidence
 from posthoc.methods.ntk import products
 from posthoc.outputs import Outputs
 
-__all__ = ["Candidate", "FactorLatent", "curvature", "grid", "leading", "likeliest", "scores", "set_noise"]
+__all__ = ["Candidate", "curvature", "grid", "leading", "likeliest", "scores", "set_noise"]
 
 NOISES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.03, 0.01)
 """Shares of the mean squared residual that are tried as the noise of a regression."""
@@ -50,24 +50,6 @@ def grid(sums: dict[int, Tensor], priors: Iterable[float], likelihood: Likelihoo
         values, vectors = eigen(g)
         found += [Candidate(rows, values, vectors, prior, noise) for prior, noise in pairs]
     return found
-
-
-class FactorLatent(Latent):
-    """V = φ F Fᵀ φᵀ at each point."""
-
-    def __init__(self, factor: Tensor) -> None:
-        self.factor = factor  # (N, C, K), φ F
-
-    @property
-    def variance(self) -> Tensor:
-        return self.factor.square().sum(-1)
-
-    def covariance(self) -> Tensor:
-        return self.factor @ self.factor.mT
-
-    def difference(self, top: Tensor) -> Tensor:
-        of_top = self.factor[torch.arange(len(top), device=top.device), top]
-        return (self.factor - of_top[:, None]).square().sum(-1)
 
 
 def leading(j: Tensor, most: int) -> tuple[Tensor, Tensor]:  # (K, P), (K,)
