@@ -38,12 +38,13 @@ from posthoc.fmgp.plans import (
 from posthoc.fmgp.points import Coordinates, DrawnBatches, FreshBatches, PointView
 from posthoc.fmgp.process import Process
 from posthoc.fmgp.residuals import LearntResiduals, learn_law
+from posthoc.fmgp.scoring import log_probs, validation_score
 from posthoc.inducing import Inducing
 from posthoc.kernels import RBF, Constant, Kernel, as_kernel, describe, kernel_from_spec
 from posthoc.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
 from posthoc.method import Job, Method, first_values
 from posthoc.outputs import Outputs, join
-from posthoc.predictive import ClassificationPredictive, Predictive
+from posthoc.predictive import Predictive
 from posthoc.sharpness import best_inverse
 from posthoc.training import History, Ranks, Source, Training, few_threads, train
 
@@ -452,32 +453,6 @@ class FMGP(Method):
             )
         method.head = head.to(torch.device("cpu") if place.type == "mps" else place)
         return method
-
-
-def validation_score(head: Head, val: Outputs) -> Callable[[], float]:
-    """Minus the mean log-probability of the validation data, as `predict` would give it."""
-
-    def score() -> float:
-        w, total = head.process.prepare(), 0.0
-        for rows in torch.arange(len(val)).split(1024):
-            part = val[rows].to(head.device)
-            total -= float(head.predictive(part, w).log_prob(part.targets).sum())
-        return total / len(val)
-
-    return score
-
-
-@torch.no_grad()
-def log_probs(head: Head, rows: Outputs) -> Tensor:  # (N, C)
-    """What a head says of some rows."""
-    w, parts = head.prepared(), []
-    for start in range(0, len(rows), 1024):
-        predictive = head.predictive(rows[start : start + 1024].to(head.device), w)
-        assert isinstance(predictive, ClassificationPredictive)
-        parts.append(predictive.log_probs)
-    found = torch.cat(parts)
-    Ranks().share([found])  # to the bit: what is decided by them must be the same everywhere
-    return found
 
 
 def digest_of(values: Any) -> dict[str, Any] | str:

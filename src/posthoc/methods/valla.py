@@ -18,10 +18,11 @@ from posthoc.errors import OptionError
 from posthoc.files import check_shapes
 from posthoc.fmgp.building import START, Layout, classes, places
 from posthoc.fmgp.head import Head
-from posthoc.fmgp.model import SMALL, digest_of, validation_score
+from posthoc.fmgp.model import SMALL, digest_of
 from posthoc.fmgp.objective import Objective
 from posthoc.fmgp.points import Coordinates, DrawnBatches, PointView
 from posthoc.fmgp.process import Process
+from posthoc.fmgp.scoring import validation_score
 from posthoc.inducing import Inducing
 from posthoc.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
 from posthoc.method import Job
