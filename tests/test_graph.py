@@ -46,7 +46,7 @@ def reals(n: int, seed: int = 0) -> Outputs:
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], Callable[..., Outputs]]] = {
-    "regression": ("regression", {}, reals),
+    "regression": ("regression", {"residuals": "gaussian"}, reals),
     "ten classes": ("classification", {"variance": "per_output"}, functools.partial(classes, c=10)),
     "a thousand classes": ("classification", {"variance": "shared"}, functools.partial(classes, c=1000)),
     "low rank": ("classification", {"variance": "per_output", "output_rank": 3}, functools.partial(classes, c=100)),

@@ -126,9 +126,10 @@ def choose(job: Job, plans: list[Plan], attempt: Callable[[Job, Plan, Outputs], 
         for plan, record in records.items():
             record.add(attempt(trial, plan, unseen))
         assert unseen.targets is not None
-        targets.append(unseen.targets.long())
+        scaled = records[SCALED].plain
+        targets.append(unseen.targets.long().to(scaled.device))  # rows may be kept on the host, away from the head
         y = torch.cat(targets)
-        base = losses(records[SCALED].plain, y)
+        base = losses(scaled, y)
         records = {plan: record for plan, record in records.items() if plan == SCALED or hopeful(record, y, base)}
         if len(records) == 1:
             break
