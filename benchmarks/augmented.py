@@ -19,10 +19,10 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.cifar_resnet import normalised, pretrained
 from benchmarks.harness import console, finish, options, yes
 from posthoc import FMGP, MAP, PosthocWarning
 from posthoc.data import cifar10
+from posthoc.experiments.cifar_networks import normalised, pretrained
 from posthoc.metrics import Scores
 
 LAPLACE = 0.238

@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from benchmarks.harness import console
 from benchmarks.machine import describe
 from posthoc import FMGP, Predictive
 from posthoc.data import load
+from posthoc.experiments.tabular import learn, mlp
 from posthoc.methods import MAP, Laplace
 from posthoc.metrics import CQM, CRPS, NLL, RMSE, Coverage
 from posthoc.predictive import RegressionPredictive
@@ -67,32 +67,10 @@ def problem(name: str, data_dir: str | None, seed: int, networks: Path | None) -
     if kept is not None and kept.is_file():
         network.load_state_dict(load_file(kept))
     else:
-        learn(network, train, seed)
+        learn(network, train, seed, batch_size=256)
         if kept is not None:
             save_file(network.state_dict(), kept)
     return Problem(network.requires_grad_(False).eval(), fit, test, data.source)
-
-
-def mlp(width: int, seed: int) -> nn.Sequential:
-    """The paper's 3 × 200 tanh network."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        hidden = [layer for a, b in pairwise([width, 200, 200, 200]) for layer in (nn.Linear(a, b), nn.Tanh())]
-        return nn.Sequential(*hidden, nn.Linear(200, 1))
-
-
-def learn(network: nn.Sequential, rows: Rows, seed: int, epochs: int = 30) -> None:
-    """Adam with a cosine schedule on the squared error."""
-    x, y = rows
-    generator = torch.Generator().manual_seed(seed)
-    optimiser = torch.optim.Adam(network.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs * -(-len(x) // 256))
-    for _ in range(epochs):
-        for batch in torch.randperm(len(x), generator=generator).split(256):
-            optimiser.zero_grad()
-            (network(x[batch]) - y[batch]).square().mean().backward()
-            optimiser.step()
-            schedule.step()
 
 
 def constant_noise(network: nn.Sequential, fit: Rows, seed: int) -> Callable[[Tensor], Predictive]:

@@ -119,9 +119,7 @@ def compare_ways(name: str, device: torch.device, rounds: int, seconds: float) -
 
 
 def peak_memory(name: str, way: str, device: torch.device) -> int:
-    """Bytes of a fit. Those of a GPU can be counted anywhere; those of a CPU, in a fresh process only."""
-    if device.type == "cuda":
-        return fit_memory(name, way, device.type)
+    """Bytes of a fit, in a process that has done nothing else."""
     return in_fresh_process(fit_memory, name, way, device.type)
 
 

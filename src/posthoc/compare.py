@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 
 from posthoc.backbone import Backbone
 from posthoc.batches import as_tensor, iterate
-from posthoc.costs import measured, synchronised
+from posthoc.costs import measured
 from posthoc.errors import DataError, LayerError, MissingExtraError, OptionError
+from posthoc.judging import judge
 from posthoc.likelihoods import Likelihood, make_likelihood
 from posthoc.method import CHUNK, Method
 from posthoc.methods import REGISTRY, method_named
@@ -39,6 +39,8 @@ class Row:
     figures: dict[str, float] = field(default_factory=dict)
     """Those of `posthoc.metrics.Scores`, then `fit_seconds`, `predict_seconds`, and, in bytes, `fit_memory`,
     `predict_memory` and the greater of the two, `peak_memory`."""
+    curves: dict[str, Any] = field(default_factory=dict)
+    """Those of `posthoc.curves.Curves`, for a report."""
     error: str | None = None
     applies: bool = True
     """False where the error says that the method is not for these data or this model."""
@@ -167,39 +169,16 @@ def trial(name: str, make: Callable[[], Method], train: Any, test: Any, val: Any
         with measured(device) as fit:
             method.fit(train, val=val)
         with measured(device) as predict:
-            figures, seconds = scored(method, test, ood, device)
+            judged = judge(method, test, ood, device=device)
     except Exception as error:
         text = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}".rstrip(": ")
         return Row(name, error=text, applies=not isinstance(error, REFUSALS), traceback=traceback.format_exc())
-    figures |= {"fit_seconds": fit.seconds, "predict_seconds": seconds}
+    figures = {**judged.figures, "fit_seconds": fit.seconds, "predict_seconds": judged.seconds}
     memory = {"fit_memory": fit.memory, "predict_memory": predict.memory}
     known = {name: float(size) for name, size in memory.items() if size is not None}
     if known:
         figures |= {**known, "peak_memory": max(known.values())}
-    return Row(name, figures, fitted=method)
-
-
-def scored(method: Method, test: Any, ood: Any, device: torch.device | None) -> tuple[dict[str, float], float]:
-    """All figures of a method, and the seconds that its predictions for the test data took, without the scoring."""
-    from posthoc.metrics import Scores
-
-    figures, seconds = Scores(method.likelihood.task), 0.0
-    with closing(method.stream_with_targets(test)) as parts:
-        while True:
-            begin = synchronised(device)
-            part = next(parts, None)
-            seconds += synchronised(device) - begin
-            if part is None:
-                break
-            figures.update(*part)
-    for pred in streamed(method, ood) if ood is not None else ():
-        figures.update_ood(pred)
-    return figures.compute(), seconds
-
-
-def streamed(method: Method, data: Any) -> Generator[Any]:
-    """Predictions for data that may have targets or not."""
-    yield from method.stream(data if isinstance(data, Outputs) else iterate(data, CHUNK))
+    return Row(name, figures, judged.curves.compute(), fitted=method)
 
 
 def place(method: Method) -> torch.device | None:

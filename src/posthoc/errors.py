@@ -13,6 +13,7 @@ __all__ = [
     "PosthocError",
     "PosthocWarning",
     "TrainingError",
+    "UnavailableError",
     "WrongTaskError",
 ]
 
@@ -47,6 +48,10 @@ class TrainingError(PosthocError, ArithmeticError):
 
 class FileError(PosthocError, OSError):
     """A file is not ours, is of another version, or belongs to another network."""
+
+
+class UnavailableError(FileError):
+    """Data, or a network's weights, are not here and cannot be downloaded."""
 
 
 class WrongTaskError(PosthocError, AttributeError):

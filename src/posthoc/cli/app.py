@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from posthoc.cli import collect, compare, demo, evaluate, fit, predict, reproduce
+from posthoc.cli import collect, compare, demo, evaluate, fit, predict, report, reproduce
 from posthoc.errors import PosthocError, PosthocWarning
 
 __all__ = ["app", "main"]
@@ -22,6 +22,7 @@ COMMANDS = (
     evaluate.evaluate,
     compare.compare,
     reproduce.reproduce,
+    report.report,
 )
 for command in COMMANDS:
     app.command()(command)
@@ -57,7 +58,7 @@ def main() -> None:
     try:
         app()
     except PosthocError as error:
-        typer.echo(f"posthoc: {error}", err=True)
+        typer.echo("\n".join([f"posthoc: {error}", *getattr(error, "__notes__", ())]), err=True)
         sys.exit(1)
     except OSError as error:
         typer.echo(f"posthoc: {error.strerror or error}: {error.filename or ''}".rstrip(": "), err=True)

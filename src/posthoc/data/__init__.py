@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 from posthoc.data.airline import airline
+from posthoc.data.cifar100 import cifar100
 from posthoc.data.dataset import Dataset, Splits
 from posthoc.data.download import Remote, fetch
 from posthoc.data.images import cifar10, svhn
@@ -19,6 +20,7 @@ __all__ = [
     "Splits",
     "airline",
     "cifar10",
+    "cifar100",
     "elevators",
     "fetch",
     "load",
@@ -29,7 +31,7 @@ __all__ = [
 ]
 
 LOADERS: dict[str, Callable[[str | os.PathLike[str] | None], Dataset]] = {
-    loader.__name__: loader for loader in (protein, elevators, year, airline, taxi, cifar10, svhn)
+    loader.__name__: loader for loader in (protein, elevators, year, airline, taxi, cifar10, cifar100, svhn)
 }
 """Every data set by name. Those of images are the test images here."""
 

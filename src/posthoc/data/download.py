@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 
-from posthoc.errors import FileError
+from posthoc.errors import FileError, UnavailableError
 from posthoc.files import atomic_path, lock, require_folder, sync_folder, writing
 
 __all__ = ["Remote", "Shelf", "StandIn", "cache_folder", "fetch"]
@@ -188,7 +188,9 @@ def download(remote: Remote, part: Path) -> None:
         except (TimeoutError, ConnectionError, HTTPException) as error:
             reason = str(error) or type(error).__name__
     kept = f" {size_of(part)} bytes are kept and will be gone on with." if size_of(part) else ""
-    raise FileError(f"Expected to download {remote.filename} from {remote.url}, found that it cannot: {reason}.{kept}")
+    raise UnavailableError(
+        f"Expected to download {remote.filename} from {remote.url}, found that it cannot: {reason}.{kept}"
+    )
 
 
 def take(remote: Remote, part: Path) -> bool:

@@ -18,7 +18,7 @@ from posthoc.data.dataset import Dataset
 from posthoc.data.download import Remote, Shelf, StandIn
 from posthoc.errors import FileError, MissingExtraError
 
-__all__ = ["CIFAR10_CLASSES", "ROTATIONS", "cifar10", "svhn"]
+__all__ = ["CIFAR10_CLASSES", "cifar10", "svhn"]
 
 Array = np.ndarray[Any, Any]
 
@@ -39,8 +39,6 @@ SVHN = {
 BATCH, RECORD = 10_000, 1 + 3 * 32 * 32
 """Images in a file of CIFAR-10, and bytes of one: its class, then its three colours one after the other."""
 BATCHES = {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "test": ("test_batch",)}
-ROTATIONS = tuple(range(0, 181, 10))
-"""The angles, in degrees, by which the paper rotates the test images."""
 
 
 def cifar10(data_dir: str | os.PathLike[str] | None = None, part: str = "test") -> Dataset:

@@ -4,101 +4,110 @@ is there."""
 from __future__ import annotations
 
 import json
+import math
 import os
-import platform
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-
+from posthoc.costs import machine, versions
 from posthoc.errors import FileError
 from posthoc.files import atomic_path, require_folder
 
-__all__ = ["Run", "run_once", "timed"]
+__all__ = ["FORMAT", "Run", "run_once"]
 
-T = TypeVar("T")
+FORMAT = 1
+"""Of a run's document."""
 
-LIBRARIES = ("posthoc", "torch", "numpy", "gpytorch", "pyro-ppl", "laplace-torch")
-"""Whose versions a result names, where they are installed."""
+Document = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One method on one experiment with one seed, and everything else that decides its numbers."""
+    """One method on one case of an experiment with one seed, and everything else that decides its numbers."""
 
     experiment: str
+    case: str  # a network or a data set; empty where there is one
     method: str
     seed: int
+    task: str
     configuration: dict[str, Any]  # of what JSON knows
 
     def path(self, out: str | os.PathLike[str]) -> Path:
         """Where its result is."""
-        return Path(out) / self.experiment / f"{self.method}-{self.seed}.json"
+        name = "-".join(part for part in (self.case, self.method, str(self.seed)) if part)
+        return Path(out) / self.experiment / f"{name}.json"
 
 
 def run_once(
-    run: Run, out: str | os.PathLike[str], work: Callable[[], dict[str, Any]], *, force: bool = False
-) -> dict[str, Any]:
-    """The result of a run: read if it was made before, else made by `work` (its metrics, times and whatever belongs to
-    them, in what JSON knows) and written, whole or not at all."""
+    run: Run, out: str | os.PathLike[str], work: Callable[[], Mapping[str, Any]], *, force: bool = False
+) -> Document:
+    """The document of a run: read if it was made before, else made by `work` (its metrics, its times and whatever
+    belongs to them, in what JSON knows) and written, whole or not at all. `data` among what it returns, words on where
+    the data come from, joins the configuration."""
     path = run.path(out)
     if path.exists() and not force:
         return read(path, run)
     require_folder(path.parent)  # before the work, not after it
-    document = {**asdict(run), **work(), "versions": versions(), "machine": machine()}
+    found = dict(work())
+    metrics = found.pop("metrics")
+    configuration = run.configuration | ({"data": found.pop("data")} if "data" in found else {})
+    document = {
+        "format": FORMAT,
+        **asdict(run),
+        "configuration": configuration,
+        "problem": problem(metrics),
+        "metrics": metrics,
+        **found,
+        "versions": versions(),
+        "machine": machine(),
+    }
     with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return json.loads(json.dumps(document))
+        temporary.write_text(json.dumps(finite(document), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def read(path: Path, run: Run) -> dict[str, Any]:
-    """A result that is there, if it is of this run."""
+def finite(value: Any) -> Any:
+    """The same with null for numbers that JSON does not know."""
+    if isinstance(value, Mapping):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def problem(metrics: Mapping[str, float]) -> str | None:
+    """Why a run counts in no mean, if it does not."""
+    bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+    return f"not a finite number: {', '.join(bad)}" if bad else None
+
+
+def read(path: Path, run: Run) -> Document:
+    """A result that is there, if it is of this run and of this version."""
+    expected = json.loads(json.dumps(asdict(run)))
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        found = {name: document[name] for name in asdict(run)}
-    except (KeyError, TypeError, ValueError) as error:
+        found = {name: document[name] for name in expected}
+        found["configuration"] = {name: value for name, value in found["configuration"].items() if name != "data"}
+        made_by = document["versions"]["posthoc"]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FileError(
             f"Expected the result of a run, found something else in {path}: delete it, or run again with --force."
         ) from error
-    if found != json.loads(json.dumps(asdict(run))):
+    if found != expected:
+        differs = [
+            name
+            for name in expected["configuration"]
+            if expected["configuration"][name] != found["configuration"].get(name)
+        ]
         raise FileError(
-            f"Expected the result of this run, found one of another configuration in {path}: write elsewhere, or "
-            "replace it with --force."
+            f"Expected the result of this run, found one of another configuration in {path}"
+            f"{' (' + ', '.join(differs) + ')' if differs else ''}: write elsewhere, or replace it with --force."
+        )
+    if made_by != versions()["posthoc"]:
+        raise FileError(
+            f"Expected a result of posthoc {versions()['posthoc']}, found one of {made_by} in {path}: write elsewhere, "
+            "or replace it with --force."
         )
     return document
-
-
-def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """What a call returns, and the seconds it took; a GPU's work is waited for."""
-    begin = time.perf_counter()
-    value = call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return value, time.perf_counter() - begin
-
-
-def versions() -> dict[str, str]:
-    """The versions of Python and of the libraries that are there."""
-    found = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def machine() -> dict[str, Any]:
-    """What the run was made on: enough to read its times by, nothing that names the machine."""
-    cuda = torch.cuda.is_available()
-    return {
-        "system": platform.system(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if cuda else None,
-    }

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,149 +17,115 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.data.synthetic import heteroscedastic
-from posthoc.errors import FileError, OptionError
-from posthoc.experiments.runner import Run, run_once, timed
+from posthoc.errors import FileError
+from posthoc.experiments.experiment import Experiment, Request
+from posthoc.experiments.variants import Given, Variant
 from posthoc.fmgp import FMGP
-from posthoc.kernels import kernel_from_spec
-from posthoc.method import Method
+from posthoc.judging import judge
 from posthoc.methods import GP, HMC, MFVI, LaplaceTorch
-from posthoc.metrics import Scores
+from posthoc.report.drawing import by
 from posthoc.report.figures import require_matplotlib
 from posthoc.report.panels import Panel, panel_figure
 
-__all__ = ["VARIANTS", "Variant", "reproduce", "train_network"]
+__all__ = ["VARIANTS", "Synthetic", "train_network"]
 
 POINTS, TEST_POINTS = 400, 2000
 FILE = Path("synthetic", "synthetic_data.npy")
 """The paper's own points, in a folder of data."""
 SPAN = (-8.5, 8.5, 500)
 """Where the curves are drawn: from, to, and at how many places."""
-STEPS = 1500
+STEPS, QUICK_STEPS = 1500, 20
 """Steps of training of the network."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A panel of the figure: a method and its options."""
-
-    title: str
-    kind: type[Method]
-    options: dict[str, Any]  # of what JSON knows
-
-    def build(self, model: nn.Module, seed: int) -> Method:
-        options = dict(self.options)
-        if "kernel" in options:
-            options["kernel"] = kernel_from_spec(options["kernel"])
-        return self.kind(model, "regression", **options, seed=seed)  # type: ignore[call-arg]
+FEW = {"steps": 3, "batch_size": 20}
 
 
 VARIANTS = {
     # Over all weights: that of the last layer alone hardly widens in the gaps.
     "lla": Variant("LLA", LaplaceTorch, {"subset": "all", "hessian": "full"}),
     "fmgp": Variant(
-        "FMGP", FMGP, {"kernel": {"type": "rbf", "on": "inputs"}, "num_inducing": 20, "steps": 2000, "batch_size": 100}
+        "FMGP",
+        FMGP,
+        {"kernel": {"type": "rbf", "on": "inputs"}, "num_inducing": 20, "steps": 2000, "batch_size": 100},
+        FEW,
     ),
     # At precisions of 1 to 100 the KL of 2,700 weights outweighs 400 points, and the noise grows to make up for it.
-    "mfvi": Variant("MFVI", MFVI, {"prior_precision": 1000.0, "steps": 1500}),
-    "gp-zero": Variant("GP, zero mean", GP, {"mean": "zero"}),
-    "gp": Variant("GP, the network's mean", GP, {"mean": "network"}),
+    "mfvi": Variant("MFVI", MFVI, {"prior_precision": 1000.0, "steps": 1500}, FEW),
+    "gp-zero": Variant("GP, zero mean", GP, {"mean": "zero"}, {"steps": 3}),
+    "gp": Variant("GP, the network's mean", GP, {"mean": "network"}, {"steps": 3}),
     # The width of the prior is a choice of ours. These chains are short: see their R-hat in the result.
-    "hmc": Variant("HMC", HMC, {"prior_std": 0.3, "samples": 200, "warmup": 200, "chains": 2, "max_tree_depth": 8}),
+    "hmc": Variant(
+        "HMC",
+        HMC,
+        {"prior_std": 0.3, "samples": 200, "warmup": 200, "chains": 2, "max_tree_depth": 8},
+        {"samples": 4, "warmup": 2, "max_tree_depth": 2},
+    ),
 }
 """The six panels, in the paper's order."""
 
 
 class Data(NamedTuple):
-    """The points to fit on, and where there are more of their kind, points to be judged by."""
+    """The points to fit on, and those to be judged by: others of their kind where there are any, else the same."""
 
     source: str
     train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor] | None
+    test: tuple[Tensor, Tensor]
+    judged_by: str
 
 
-def reproduce(
-    out: str | os.PathLike[str],
-    *,
-    methods: Sequence[str] | None = None,
-    seeds: Iterable[int] = (0,),
-    data_dir: str | os.PathLike[str] | None = None,
-    force: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> list[dict[str, Any]]:
-    """Trains the network, fits every method on its training data, and draws one figure a seed beside the results. The
-    data are the paper's points where a folder has them, else as many of the same kind."""
-    chosen = list(methods) if methods is not None else list(VARIANTS)
-    if unknown := sorted(set(chosen) - VARIANTS.keys()):
-        raise OptionError(f"Expected methods among {', '.join(VARIANTS)}, got {', '.join(unknown)}.")
-    require_matplotlib()
-    for name in chosen:  # what is not installed is found out before the work, not after it
-        VARIANTS[name].build(untrained(0), 0)
-    results: list[dict[str, Any]] = []
-    for seed in seeds:
-        data = load_points(data_dir, seed)
-        network = Trained(data, seed)
-        found: dict[str, dict[str, Any]] = {}
-        for name in chosen:
-            found[name] = one_run(name, network, out, force)
-            say(f"{name}, seed {seed}: NLL {found[name]['metrics']['train']['nll']:.3f} on the points of the fit")
-        folder = Path(out) / "synthetic"
-        paths = [folder / f"figure1-{seed}.{kind}" for kind in ("png", "pdf")]
-        panels = [Panel(VARIANTS[name].title, **result["curve"]) for name, result in found.items()]
-        panel_figure(paths, panels, data.train)
-        say(f"wrote {' and '.join(map(str, paths))}")
-        results += found.values()
-    return results
+class Synthetic(Experiment):
+    """Six methods on points of one variable."""
 
+    name = "synthetic"
+    title = "One-dimensional data with gaps, and noise that changes along the way"
+    task = "regression"
+    methods = VARIANTS
 
-class Trained:
-    """The network of one seed, trained when it is first asked for: not at all where every run is there already."""
-
-    def __init__(self, data: Data, seed: int) -> None:
-        self.data, self.seed = data, seed
-        self._network: nn.Module | None = None
-
-    @property
-    def network(self) -> nn.Module:
-        if self._network is None:
-            self._network = train_network(*self.data.train, self.seed)
-        return self._network
-
-
-def one_run(name: str, trained: Trained, out: str | os.PathLike[str], force: bool) -> dict[str, Any]:
-    """The result of one method: its figures, its times and its curve."""
-    variant, data, seed = VARIANTS[name], trained.data, trained.seed
-    configuration = {
-        "method": variant.kind.name,
-        "options": variant.options,
-        "network": f"2 x 50 tanh units, {STEPS} steps",
-        "data": {"source": data.source, "sha256": digest(data.train)},
-        "span": SPAN,
-    }
-
-    def work() -> dict[str, Any]:
-        method = variant.build(trained.network, seed)
-        _, fit_seconds = timed(lambda: method.fit(data.train))
-        x = torch.linspace(*SPAN)[:, None]
-        pred, predict_seconds = timed(lambda: method.predict(x))
-        sets = {"train": data.train} | ({"test": data.test} if data.test is not None else {})
+    def configuration(self, case: str, method: str, request: Request) -> dict[str, Any]:
         return {
-            "metrics": {split: scores(method, *points) for split, points in sets.items()},
-            "times": {"fit_s": fit_seconds, "predict_s": predict_seconds},
-            "curve": {
-                "x": x.squeeze(-1).tolist(),
-                "mean": pred.mean.squeeze(-1).tolist(),
-                "std": pred.std.squeeze(-1).tolist(),
-            },
-            "diagnostics": getattr(method, "diagnostics", {}),
+            **VARIANTS[method].describe(request.quick),
+            "network": f"2 x 50 tanh units, {STEPS} steps",
+            "span": SPAN,
         }
 
-    return run_once(Run("synthetic", name, seed, configuration), out, work, force=force)
+    def prepare(self, case: str, seed: int, request: Request) -> tuple[Data, nn.Module]:
+        require_matplotlib()
+        data = load_points(request.data_dir, seed)
+        return data, train_network(*data.train, seed, steps=QUICK_STEPS if request.quick else STEPS)
+
+    def work(
+        self, prepared: tuple[Data, nn.Module], case: str, method: str, seed: int, request: Request
+    ) -> Mapping[str, Any]:
+        data, network = prepared
+        fit = VARIANTS[method].build(network, self.task, seed=seed, device="cpu", quick=request.quick)
+        seconds = Given(data.train).fit(fit)
+        judged = judge(fit, data.test)
+        x = torch.linspace(*SPAN)[:, None]
+        pred = fit.predict(x)
+        low, high = pred.mean - 2.0 * pred.std, pred.mean + 2.0 * pred.std
+        band = {
+            name: values.squeeze(-1).tolist()
+            for name, values in {"x": x, "mean": pred.mean, "low": low, "high": high}.items()
+        }
+        return {
+            "metrics": judged.figures,
+            "times": {"fit_seconds": seconds, "predict_seconds": judged.seconds},
+            "curves": {**judged.curves.compute(), "band": {**band, "points": torch.cat(data.train, 1).tolist()}},
+            "diagnostics": getattr(fit, "diagnostics", {}),
+            "data": {"fit": data.source, "test": data.judged_by, "sha256": digest(data.train)},
+        }
+
+    def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
+        return [path for seed, runs in by(documents, "seed").items() for path in figure1(folder, seed, runs)]
 
 
-def scores(method: Method, x: Tensor, y: Tensor) -> dict[str, float]:
-    figures = Scores("regression")
-    figures.update(method.predict(x), y)
-    return figures.compute()
+def figure1(folder: Path, seed: int, runs: Sequence[Mapping[str, Any]]) -> list[Path]:
+    """The figure of one seed."""
+    bands = [(run["title"], run["curves"]["band"]) for run in runs]
+    paths = [folder / f"figure1-{seed}.{kind}" for kind in ("png", "pdf")]
+    points = torch.tensor(bands[0][1]["points"])
+    panels = [Panel(title, band["x"], band["mean"], band["low"], band["high"]) for title, band in bands]
+    panel_figure(paths, panels, (points[:, :1], points[:, 1:]))
+    return paths
 
 
 def load_points(data_dir: str | os.PathLike[str] | None, seed: int) -> Data:
@@ -168,12 +133,13 @@ def load_points(data_dir: str | os.PathLike[str] | None, seed: int) -> Data:
     folder = data_dir if data_dir is not None else os.environ.get("POSTHOC_DATA")
     path = Path(folder) / FILE if folder else None
     if path is not None and path.is_file():
-        return Data("the paper's points", read_points(path), None)
+        points = read_points(path)
+        return Data("the paper's points", points, points, "the points of the fit")
     if data_dir is not None:
         raise FileError(f"Expected the paper's points at {path}, found no file: leave --data-dir out to generate some.")
     generator = torch.Generator().manual_seed(seed)
     train, test = (heteroscedastic(n, generator) for n in (POINTS, TEST_POINTS))
-    return Data("generated in the manner of the paper's", train, test)
+    return Data("generated in the manner of the paper's", train, test, f"{TEST_POINTS:,} more of them")
 
 
 def read_points(path: Path) -> tuple[Tensor, Tensor]:
@@ -199,12 +165,12 @@ def untrained(seed: int) -> nn.Sequential:
         return nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1))
 
 
-def train_network(x: Tensor, y: Tensor, seed: int) -> nn.Module:
+def train_network(x: Tensor, y: Tensor, seed: int, *, steps: int = STEPS) -> nn.Module:
     """The network of the figure, trained on all the points."""
     model = untrained(seed)
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
-    for _ in range(STEPS):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    for _ in range(steps):
         optimiser.zero_grad()
         (model(x) - y).square().mean().backward()
         optimiser.step()

@@ -51,11 +51,12 @@ class SNGP(FinetunedMethod):
     prediction: "mean_field", softmax(f/√(1 + π/8 variance)) and in regression the exact Gaussian, or "monte_carlo".
     samples: draws of the last layer's weights for "monte_carlo".
     layer: taken as other methods take it; it is the last `nn.Linear` that is replaced whatever it says.
-    steps, batch_size, lr, seed, eval_every, patience, progress: see `posthoc.training.Training`; lr is 0.001 here.
+    steps, batch_size, lr, seed, eval_every, patience, progress: see `posthoc.training.Training`; lr is 0.00001 here,
+        since BatchNorm keeps its statistics: steps of 0.001 took a ResNet20 from 93 % to 10 % of the images in no time.
     """
 
     name = "sngp"
-    defaults = {"lr": 1e-3}  # noqa: RUF012 (declared a ClassVar above)
+    defaults = {"lr": 1e-5}  # noqa: RUF012 (declared a ClassVar above)
 
     def __init__(
         self,

@@ -19,12 +19,13 @@ HEADROOM = 0.75
 
 
 class Panel(NamedTuple):
-    """One method's curve."""
+    """One method's curve and band."""
 
     title: str
     x: Sequence[float]
     mean: Sequence[float]
-    std: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
 
 
 def panel_figure(
@@ -34,7 +35,7 @@ def panel_figure(
     *,
     columns: int = 3,
 ) -> None:
-    """One panel a method: the mean in black, two standard deviations shaded, the data as dots; all to one scale. The
+    """One panel a method: the mean in black, a band shaded, the data as dots; all to one scale. The
     form of each file follows from its name."""
     pyplot = require_matplotlib()
     across = min(columns, len(panels))
@@ -47,10 +48,9 @@ def panel_figure(
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
         for axis, panel in zip(axes.flat, panels, strict=False):
-            mean, std = np.asarray(panel.mean), np.asarray(panel.std)
-            axis.fill_between(panel.x, mean - 2.0 * std, mean + 2.0 * std, color=BAND, alpha=0.3, linewidth=0)
+            axis.fill_between(panel.x, panel.low, panel.high, color=BAND, alpha=0.3, linewidth=0)
             axis.plot(x, y, ".", color=POINTS, markersize=2, alpha=0.5)
-            axis.plot(panel.x, mean, color=INK, linewidth=1.3)
+            axis.plot(panel.x, panel.mean, color=INK, linewidth=1.3)
             axis.set_title(panel.title, loc="left", fontsize=10)
             axis.spines[["top", "right"]].set_visible(False)
             axis.margins(x=0)

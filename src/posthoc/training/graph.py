@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ __all__ = ["GraphSteps"]
 
 WARM_UP = 3
 """Steps taken before the capture, so that libraries have made what they need, and undone."""
+
+
+STREAMS = threading.local()
 
 
 class GraphSteps:
@@ -58,7 +62,7 @@ class GraphSteps:
         self.lrs = torch.zeros(self.ahead, device=device)
         self.losses = torch.zeros(self.ahead, dtype=torch.float64, device=device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)
-        stream = torch.cuda.Stream()
+        stream = side_stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
@@ -68,7 +72,7 @@ class GraphSteps:
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         # Of this thread alone: another may be reading rows ahead, and allocate memory for them.
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             self._step()
         flat.restore(before)
 
@@ -84,6 +88,15 @@ class GraphSteps:
         loss = self.plain.step(batch, self.lrs.index_select(0, self.at).squeeze(0))
         self.losses.index_copy_(0, self.at, loss.double().reshape(1))
         self.at += 1
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which this thread captures. It is always the same: libraries keep a workspace for every stream that
+    they have seen, tens of megabytes each, for as long as the process lives."""
+    streams: dict[torch.device, torch.cuda.Stream] = STREAMS.__dict__.setdefault("known", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)
+    return streams[device]
 
 
 def tensors(block: Block) -> list[Tensor]:

@@ -1,0 +1,104 @@
+"""Curves for a report, against plain computations; and pictures."""
+
+from __future__ import annotations
+
+import math
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+
+from posthoc import MAP, Outputs
+from posthoc.curves import Curves
+from posthoc.errors import DataError
+from posthoc.judging import judge
+from posthoc.report.pictures import png
+
+
+def classes(n: int, seed: int) -> Outputs:
+    g = torch.Generator().manual_seed(seed)
+    logits = 2.0 * torch.randn(n, 4, generator=g)
+    return Outputs(logits, torch.distributions.Categorical(logits=logits).sample())
+
+
+def test_a_classifiers_curves_against_loops():
+    torch.manual_seed(0)
+    data, ood = classes(300, 0), classes(100, 1)
+    method = MAP(None, "classification").fit(data)
+    judged = judge(method, data, ood)
+    curves = judged.curves.compute()
+    p = data.outputs.double().softmax(-1).numpy()
+    confidence, said, y = p.max(1), p.argmax(1), data.targets.numpy()
+    for b in range(15):
+        inside = (confidence > b / 15) & (confidence <= (b + 1) / 15)
+        assert curves["reliability"]["share"][b] == pytest.approx(inside.mean())
+        if not inside.any():
+            assert curves["reliability"]["accuracy"][b] is None
+            continue
+        assert curves["reliability"]["confidence"][b] == pytest.approx(confidence[inside].mean(), rel=1e-5)
+        assert curves["reliability"]["accuracy"][b] == pytest.approx((said == y)[inside].mean())
+    gaps = [
+        share * abs(c - a)
+        for share, c, a in zip(*(curves["reliability"][k] for k in ("share", "confidence", "accuracy")), strict=True)
+        if c is not None
+    ]
+    assert sum(gaps) == pytest.approx(judged.figures["ece"], rel=1e-4)
+    entropy = -(p * np.log(p)).sum(1)
+    q = ood.outputs.double().softmax(-1).numpy()
+    edges = np.linspace(0, math.log(4), 31)
+    np.testing.assert_allclose(curves["entropy"]["edges"], edges)
+    np.testing.assert_allclose(curves["entropy"]["in"], np.histogram(entropy, edges)[0] / 300)
+    np.testing.assert_allclose(curves["entropy"]["out"], np.histogram(-(q * np.log(q)).sum(1), edges)[0] / 100)
+    order = np.argsort(entropy)
+    wrong = (said != y)[order]
+    np.testing.assert_allclose(curves["risk_coverage"]["coverage"], np.arange(1, 51) / 50)
+    np.testing.assert_allclose(curves["risk_coverage"]["risk"], [wrong[: 6 * k].mean() for k in range(1, 51)])
+    examples = judged.curves.examples(3)
+    assert [e["row"] for e in examples["most_certain"]] == order[:3].tolist()
+    assert [e["row"] for e in examples["least_certain"]] == order[::-1][:3].tolist()
+    assert examples["least_certain"][0]["target"] == y[order[-1]]
+    assert examples["least_certain"][0]["probability"] == pytest.approx(confidence[order[-1]], rel=1e-5)
+
+
+def test_a_regressions_curves_against_loops():
+    g = torch.Generator().manual_seed(0)
+    mean = torch.randn(250, 1, generator=g)
+    y = mean + 0.5 * torch.randn(250, 1, generator=g)
+    method = MAP(None, "regression").fit(Outputs(mean, y))
+    judged = judge(method, Outputs(mean, y))
+    curves = judged.curves.compute()
+    pred = method.predict(Outputs(mean, y))
+    for level, found in zip(curves["calibration"]["level"], curves["calibration"]["coverage"], strict=True):
+        low, high = pred.interval(level)
+        assert found == pytest.approx(float(((y >= low) & (y <= high)).double().mean()))
+    bars = curves["error_bars"]
+    low, high = pred.interval(0.9)
+    rows = torch.linspace(0, 249, 100).long()
+    for name, column in (("target", y), ("mean", mean), ("low", low), ("high", high)):
+        np.testing.assert_allclose(bars[name], column[rows, 0], rtol=1e-5)
+    # One variance for all: whichever are kept, their error is that of all.
+    np.testing.assert_allclose(curves["risk_coverage"]["risk"], judged.figures["rmse"] ** 2, rtol=1e-4)
+
+
+def test_batches_make_no_difference_and_nothing_is_refused():
+    data = classes(60, 2)
+    method = MAP(None, "classification").fit(data)
+    whole, parts = Curves("classification"), Curves("classification")
+    whole.update(method.predict(data), data.targets)
+    for rows in (slice(0, 7), slice(7, 60)):
+        parts.update(method.predict(data[rows]), data.targets[rows])
+    assert whole.compute() == parts.compute()
+    with pytest.raises(DataError, match="at least one batch"):
+        Curves("regression").compute()
+
+
+def test_a_picture_is_read_again():
+    from PIL import Image
+
+    image = torch.randint(256, (3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    with Image.open(BytesIO(png(image))) as read:
+        np.testing.assert_array_equal(np.asarray(read), image.permute(1, 2, 0))
+        assert read.mode == "RGB"
+    with pytest.raises(DataError, match=r"\(3, H, W\)"):
+        png(image.float())

@@ -1,0 +1,176 @@
+"""The report in a real browser: no error, nothing loaded, and it can be read and sorted in every way it promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from posthoc.report.page import write_report
+from tests.chromium import BINARY, chromium
+from tests.report_cases import document, everything, write
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium here (chromium, google-chrome)")
+
+FIRST = "document.querySelector('table.figures')"
+ROWS = f"[...{FIRST}.tBodies[0].rows]"
+NAMES = f"{ROWS}.map(row => row.cells[0].firstChild.data.trim())"
+METHODS = ["MAP", "Temperature", "LLA-KFAC", "ELLA", "VaLLA", "MFVI", "SNGP", "FMGP"]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    write_report(everything(folder / "results"), folder / "report.html")
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("profile")) as running:
+        yield running
+
+
+@pytest.fixture
+def opened(browser, page):
+    """The page, fresh, on a desktop in the light."""
+    browser.errors.clear()
+    browser.requests.clear()
+    browser.size(1280, 900)
+    browser.colours("light")
+    browser.open(page)
+    yield browser
+    assert browser.errors == []
+
+
+def test_it_opens_without_an_error_and_loads_nothing(opened, page):
+    assert opened.eval("document.querySelectorAll('svg.chart').length") > 80
+    assert [url for url in opened.requests if not url.startswith("data:")] == [page.as_uri()]
+    # The style was applied (the policy did not refuse it), and so were the scripts.
+    assert opened.eval("getComputedStyle(document.querySelector('.line')).fill") == "none"
+    opened.click(".legend button")
+    assert opened.eval("document.querySelector('.legend button').getAttribute('aria-pressed')") == "true"
+
+
+def test_the_policy_lets_nothing_in(opened):
+    opened.eval(
+        "document.body.insertAdjacentHTML('beforeend', '<img src=\"file:///etc/hostname\" onerror=\"window.x=1\">')"
+    )
+    opened.eval(
+        "(() => { const s = document.createElement('script'); s.textContent = 'window.y=1'; "
+        "document.body.append(s); })()"
+    )
+    assert opened.eval("[window.x, window.y].filter(Boolean).length") == 0
+    refused = opened.errors.copy()
+    opened.errors.clear()
+    assert any("Content Security Policy" in text for text in refused)
+
+
+def test_a_click_sorts_and_another_turns_round(opened):
+    assert opened.eval(NAMES) == METHODS
+    column = opened.eval(f"[...{FIRST}.tHead.rows[0].cells].findIndex(cell => cell.innerText.startsWith('NLL'))")
+    button = f"table.figures thead th:nth-child({column + 1}) button"
+    values = f"{ROWS}.map(row => Number(row.cells[{column}].dataset.v))"
+    for way, reverse in (("ascending", False), ("descending", True)):
+        opened.click(button)
+        assert opened.eval(f"{FIRST}.tHead.rows[0].cells[{column}].getAttribute('aria-sort')") == way
+        found = opened.eval(values)
+        assert found == sorted(found, reverse=reverse)
+        assert len(set(found)) == 8
+    assert opened.eval(f"{FIRST}.querySelectorAll('[aria-sort]').length") == 1
+    opened.click("table.figures thead th:first-child button")
+    assert opened.eval(NAMES) == sorted(METHODS)
+    assert opened.eval(f"{FIRST}.querySelectorAll('[aria-sort]').length") == 1
+
+
+def test_the_better_end_comes_first(opened):
+    column = opened.eval(f"[...{FIRST}.tHead.rows[0].cells].findIndex(cell => cell.innerText.startsWith('accuracy'))")
+    opened.click(f"table.figures thead th:nth-child({column + 1}) button")
+    found = opened.eval(f"{ROWS}.map(row => Number(row.cells[{column}].dataset.v))")
+    assert found == sorted(found, reverse=True)
+
+
+def test_the_keyboard_sorts_too_and_shows_where_it_is(opened):
+    opened.eval(f"{FIRST}.parentElement.focus()")
+    for _ in range(3):  # method, seeds, NLL
+        opened.press("Tab", 9)
+    assert opened.eval("document.activeElement.innerText").startswith("NLL")
+    assert opened.eval("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    opened.press("Enter", 13, "\r")
+    assert opened.eval("document.activeElement.parentElement.getAttribute('aria-sort')") == "ascending"
+    assert opened.eval(NAMES)[0] == "FMGP"
+    opened.press(" ", 32, " ")
+    assert opened.eval("document.activeElement.parentElement.getAttribute('aria-sort')") == "descending"
+    assert opened.eval(NAMES)[-1] == "FMGP"
+
+
+def test_what_is_missing_stays_last_whichever_way(browser, tmp_path):
+    for method, nll in (("map", 0.5), ("ella", None), ("fmgp", 0.25)):
+        problem = "not a finite number: nll" if nll is None else None
+        write(tmp_path / "results", document(method=method, metrics={"nll": nll}, problem=problem))
+    write_report(tmp_path / "results", tmp_path / "report.html")
+    browser.errors.clear()
+    browser.open(tmp_path / "report.html")
+    orders = []
+    for _ in range(2):
+        browser.click("table.figures thead th:nth-child(3) button")
+        orders.append(browser.eval(NAMES))
+    assert orders == [["fmgp", "map", "ella"], ["map", "fmgp", "ella"]]
+    assert browser.errors == []
+
+
+def test_a_picked_method_is_brought_out_and_let_go(opened):
+    faint = "document.querySelectorAll('.experiment:first-of-type .series.faint').length"
+    lines = "document.querySelectorAll('.experiment:first-of-type .series').length"
+    last = ".legend button:last-child"
+    opened.click(last)
+    assert opened.eval(faint) == opened.eval(lines) * 7 // 8
+    assert opened.eval("document.querySelectorAll('.series.faint').length") == opened.eval(faint)
+    assert opened.eval("document.querySelectorAll('.experiment:first-of-type [aria-pressed=true]').length") == 4
+    opened.click(last)
+    assert opened.eval(faint) == 0
+
+
+@pytest.mark.parametrize("width", [320, 360, 390, 768, 1280])
+def test_nothing_but_tables_scrolls_sideways(opened, width):
+    opened.size(width, 800, phone=width < 700)
+    opened.eval("document.querySelectorAll('details').forEach(folded => folded.open = true)")
+    assert opened.eval("document.documentElement.scrollWidth") <= width
+    if width < 700:
+        assert opened.eval(f"{FIRST}.parentElement.scrollWidth > {FIRST}.parentElement.clientWidth")
+
+
+def test_dark_and_light(opened):
+    brightness = (
+        "getComputedStyle(document.querySelector('{}')).{}.match(/[0-9.]+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"
+    )
+    ground, ink = (brightness.format(*where) for where in (("body", "backgroundColor"), ("body", "color")))
+    axis = brightness.format(".tick", "fill")
+    assert opened.eval(ground) > 600 > 200 > opened.eval(ink)
+    assert opened.eval(axis) < 400
+    opened.colours("dark")
+    assert opened.eval(ground) < 150 < 500 < opened.eval(ink)
+    assert opened.eval(axis) > 400
+
+
+def test_paper_shows_what_is_folded_away(opened):
+    folded = "document.querySelectorAll('details:not([open])').length"
+    before = opened.eval(folded)
+    assert before > 0
+    opened.eval("dispatchEvent(new Event('beforeprint'))")
+    assert opened.eval(folded) == 0
+    opened.eval("dispatchEvent(new Event('afterprint'))")
+    assert opened.eval(folded) == before
+
+
+def test_pictures_can_be_decoded_and_have_room(opened):
+    opened.eval("document.querySelector('.picture').scrollIntoView({behavior: 'instant'})")
+    box = opened.eval(
+        "(() => { const box = document.querySelector('.picture use').getBoundingClientRect(); "
+        "return [box.width, box.height]; })()"
+    )
+    assert min(box) > 20
+    shown = "document.querySelector(document.querySelector('.picture use').getAttribute('href') + ' image')"
+    size = opened.eval(
+        f"(async () => {{ const picture = new Image(); picture.src = {shown}.getAttribute('href'); "
+        "await picture.decode(); return [picture.naturalWidth, picture.naturalHeight]; })()"
+    )
+    assert size == [32, 32]
