@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from posthoc import FMGP, DataError, FileError, OptionError
+from posthoc import FMGP, DataError, FileError, OptionError, Outputs
 from posthoc.collecting import collect_to_folder
 from posthoc.integrations.plan import Plan
 from tests.cases import QUICK, answers, same
@@ -46,6 +46,22 @@ def test_a_cluster_collects_and_predicts_as_one_process_does(tmp_path, monkeypat
         parts = list(predict_with_ray("head.safetensors", "ray", rows=5, actors=1))
         assert [len(part) for part in parts] == [5, 5, 5, 5, 3]
         assert same(answers(type(wanted).cat(parts)), answers(wanted))
+
+
+def test_an_actor_predicts_from_named_columns_of_a_table(tmp_path):
+    pytest.importorskip("ray")
+    from posthoc import methods
+    from posthoc.integrations.ray import Predicting
+
+    generator = torch.Generator().manual_seed(0)
+    outputs = Outputs(torch.randn(40, 2, generator=generator), torch.arange(40) % 2)
+    FMGP(None, "classification", **QUICK).fit(outputs).save(tmp_path / "head.safetensors")
+    lines = ["id,no,yes", *(f"{i},{float(a)!r},{float(b)!r}" for i, (a, b) in enumerate(outputs.outputs))]
+    (tmp_path / "table.csv").write_text("\n".join(lines) + "\n")
+    head, table = str(tmp_path / "head.safetensors"), str(tmp_path / "table.csv")
+    found = Predicting(methods.load, head, table, {"outputs": ["no", "yes"]}, False)((5, 12))
+    wanted = FMGP.load(head).predict(Outputs(outputs.outputs[5:12]))
+    torch.testing.assert_close(found.probs.double(), wanted.probs.double(), rtol=1e-5, atol=1e-6)
 
 
 def test_an_actor_returns_errors_as_they_are(tmp_path):

@@ -368,7 +368,9 @@ def test_nothing_is_unpickled(tmp_path):
 
 
 def test_an_unknown_data_set():
-    with pytest.raises(OptionError, match="airline, cifar10, cifar100, elevators, protein, svhn, taxi, year, got 'mnist'"):
+    with pytest.raises(
+        OptionError, match="airline, cifar10, cifar100, elevators, protein, svhn, taxi, year, got 'mnist'"
+    ):
         data.load("mnist")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -356,7 +357,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
         original(self)
 
     @contextmanager
-    def capture(graph: PretendedGraph, capture_error_mode: str) -> Iterator[None]:
+    def capture(graph: PretendedGraph, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert stream is idle
         yield
         graph.step = taken[-1]
 
@@ -365,7 +367,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: idle)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: idle)
+    monkeypatch.setattr("posthoc.training.graph.STREAMS", threading.local())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: idle)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 

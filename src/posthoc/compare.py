@@ -16,7 +16,6 @@ from posthoc.backbone import Backbone
 from posthoc.batches import as_tensor, iterate
 from posthoc.costs import measured
 from posthoc.errors import DataError, LayerError, MissingExtraError, OptionError
-from posthoc.judging import judge
 from posthoc.likelihoods import Likelihood, make_likelihood
 from posthoc.method import CHUNK, Method
 from posthoc.methods import REGISTRY, method_named
@@ -161,7 +160,7 @@ def compare(
 
 def trial(name: str, make: Callable[[], Method], train: Any, test: Any, val: Any = None, ood: Any = None) -> Row:
     """One method made, fitted and scored, whatever becomes of it."""
-    import posthoc.metrics  # noqa: F401 (now, so that what it loads is no method's memory)
+    from posthoc.judging import judge  # now, so that what it loads is no method's memory
 
     try:
         method = make()

@@ -59,9 +59,15 @@ def open_data(
     """The outputs at a path, from the columns named where it is a table."""
     from posthoc.storage import open_outputs
 
+    return open_outputs(path, columns=columns_named(outputs, targets, features, inputs))
+
+
+def columns_named(
+    outputs: str | None, targets: str | None = None, features: str | None = None, inputs: str | None = None
+) -> dict[str, str | list[str]] | None:
+    """The columns of a table by what they hold, or None where none is named."""
     named = {"outputs": outputs, "targets": targets, "features": features, "inputs": inputs}
-    columns = {role: listed(names) for role, names in named.items() if names is not None}
-    return open_outputs(path, columns=columns or None)
+    return {role: listed(names) for role, names in named.items() if names is not None} or None
 
 
 def listed(names: str) -> str | list[str]:

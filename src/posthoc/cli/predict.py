@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from posthoc.cli.options import Device, Engine, Features, Force, Inputs, OutputColumns, open_data, refuse
+from posthoc.cli.options import Device, Engine, Features, Force, Inputs, OutputColumns, columns_named, open_data, refuse
 
 __all__ = ["predict"]
 
@@ -31,7 +31,7 @@ def predict(
     if engine is Engine.ray:
         from posthoc.integrations.ray import predict_with_ray
 
-        parts = predict_with_ray(head, data)
+        parts = predict_with_ray(head, data, columns=columns_named(outputs, None, features, inputs))
     else:
         from posthoc import methods
 

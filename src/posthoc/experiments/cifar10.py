@@ -22,7 +22,7 @@ from posthoc.judging import Judgement, judge
 from posthoc.method import Method
 from posthoc.methods import ELLA, MAP, MFVI, SNGP, Laplace, Temperature, VaLLA
 from posthoc.report.pictures import png
-from posthoc.report.plots import bar_figure, histogram_figure
+from posthoc.report.plots import dot_figure, histogram_figure
 
 __all__ = ["Cifar10", "Cifar10OOD", "CifarExperiment"]
 
@@ -171,7 +171,7 @@ class Cifar10(CifarExperiment):
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
         whole = [document for document in documents if not document["case"].endswith("-half")]
         figures = {"nll": "NLL", "ece": "ECE", "brier": "Brier", "ood_auc": "OOD AUC", "accuracy": "accuracy"}
-        return bar_figure(folder / "figure", whole, figures) if whole else []
+        return dot_figure(folder / "figure", whole, figures) if whole else []
 
 
 class Cifar10OOD(CifarExperiment):

@@ -25,7 +25,7 @@ from posthoc.fmgp import FMGP
 from posthoc.judging import judge
 from posthoc.methods import MAP, Temperature
 from posthoc.outputs import Outputs
-from posthoc.report.plots import bar_figure
+from posthoc.report.plots import dot_figure
 from posthoc.storage import open_outputs
 
 __all__ = ["FEW_POINTS", "PAPER_FMGP", "Clip", "fitted_and_judged", "outputs_file"]
@@ -88,7 +88,7 @@ class Clip(Experiment):
 
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
         figures = {"nll": "NLL", "accuracy": "accuracy", "ece": "ECE", "brier": "Brier"}
-        return bar_figure(folder / "figure", documents, figures)
+        return dot_figure(folder / "figure", documents, figures)
 
 
 @lru_cache(maxsize=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -60,7 +61,7 @@ class Experiment(ABC):
         """One run: `metrics`, `times`, `curves`, `data` and what else belongs to its document."""
 
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
-        """The figures, from the documents of all runs."""
+        """The figures, from the documents of all runs that there are."""
         return []
 
     def reproduce(self, request: Request) -> list[dict[str, Any]]:
@@ -92,7 +93,7 @@ class Experiment(ABC):
                     request.say(f"{words}: {summary(document)}")
         if documents:
             folder = request.out / self.name
-            for path in (*write_tables(folder), *self.draw(documents, folder)):
+            for path in (*write_tables(folder), *self.draw(self.made(folder), folder)):
                 request.say(f"wrote {path}")
         for case, why in unavailable.items():
             request.say(f"left out: {case or self.name}, which cannot be had here: {in_full(why)}")
@@ -101,6 +102,14 @@ class Experiment(ABC):
         if failed:
             raise PosthocError(f"{len(failed)} of {len(failed) + len(documents)} runs failed. The first: {failed[0]}")
         return documents
+
+    def made(self, folder: Path) -> list[dict[str, Any]]:
+        """The documents of all runs that are in a folder, whenever they were made, in the order of the table; without
+        those that count in no mean."""
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+        cases, methods = list(self.cases), list(self.methods)
+        known = [run for run in found if run["case"] in cases and run["method"] in methods and not run["problem"]]
+        return sorted(known, key=lambda run: (cases.index(run["case"]), run["seed"], methods.index(run["method"])))
 
     def document(
         self, case: str, method: str, seed: int, request: Request, prepared: Once | None = None

@@ -31,7 +31,7 @@ from posthoc.integrations.images import ImageFolder
 from posthoc.integrations.predictors import Predictor, open_predictor
 from posthoc.integrations.transforms import Collate
 from posthoc.methods import ELLA, MAP, MFVI, Temperature
-from posthoc.report.plots import bar_figure
+from posthoc.report.plots import dot_figure
 
 __all__ = ["ImageNet", "Images"]
 
@@ -97,7 +97,7 @@ class ImageNet(Experiment):
         return {**found, "data": prepared.words(variant)}
 
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
-        return bar_figure(folder / "figure", documents, {"nll": "NLL", "ece": "ECE", "accuracy": "accuracy"})
+        return dot_figure(folder / "figure", documents, {"nll": "NLL", "ece": "ECE", "accuracy": "accuracy"})
 
 
 class Files:

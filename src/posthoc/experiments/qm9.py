@@ -17,7 +17,7 @@ from posthoc.experiments.experiment import Experiment, Request
 from posthoc.experiments.molecule_network import MoleculeNetwork, embed, head_of, train_network
 from posthoc.experiments.regression import VARIANTS, fitted_and_judged, given
 from posthoc.experiments.tabular import Problem
-from posthoc.report.plots import bar_figure
+from posthoc.report.plots import dot_figure
 
 __all__ = ["QM9"]
 
@@ -53,7 +53,7 @@ class QM9(Experiment):
         return fitted_and_judged(variant, given(variant, prepared), prepared, seed, request)
 
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
-        return bar_figure(folder / "figure", documents, {"nll": "NLL", "crps": "CRPS", "cqm": "CQM"})
+        return dot_figure(folder / "figure", documents, {"nll": "NLL", "crps": "CRPS", "cqm": "CQM"})
 
 
 def embedded(network: MoleculeNetwork, molecules: Molecules, device: str) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from posthoc.fmgp import FMGP
 from posthoc.judging import judge
 from posthoc.method import Method
 from posthoc.methods import ELLA, MAP, MFVI, Laplace, VaLLA
-from posthoc.report.plots import bar_figure
+from posthoc.report.plots import dot_figure
 
 __all__ = ["PAPER_FMGP", "Regression"]
 
@@ -61,7 +61,7 @@ class Regression(Experiment):
         return fitted_and_judged(variant, given(variant, prepared), prepared, seed, request)
 
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
-        return bar_figure(folder / "figure", documents, {"nll": "NLL", "crps": "CRPS", "cqm": "CQM"})
+        return dot_figure(folder / "figure", documents, {"nll": "NLL", "crps": "CRPS", "cqm": "CQM"})
 
 
 def given(variant: Variant, task: Problem) -> Given:

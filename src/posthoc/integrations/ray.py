@@ -65,11 +65,13 @@ def predict_with_ray(
     outputs: str | os.PathLike[str],
     *,
     load: Callable[..., Method] = methods.load,
+    columns: Mapping[str, str | list[str]] | None = None,
     rows: int = 4096,
     actors: int | None = None,
     covariance: bool = False,
 ) -> Iterator[Predictive]:
-    """The predictions of a saved head for the outputs in a folder, so many rows at a time, in order and on the CPU.
+    """The predictions of a saved head for outputs in a file or a folder, so many rows at a time, in order and on the
+    CPU. `columns` are those of a table, by what they hold.
 
     Every machine must see both paths; `load(path, device=...)` makes a method of the head.
     """
@@ -77,8 +79,8 @@ def predict_with_ray(
 
     integer("rows", rows, 1)
     head, outputs = os.path.abspath(head), os.path.abspath(outputs)
-    wanted = list(spans(0, len(open_outputs(outputs)), rows))
-    yield from in_order(partial(Predicting, load, head, outputs, covariance), wanted, actors)
+    wanted = list(spans(0, len(open_outputs(outputs, columns=columns)), rows))
+    yield from in_order(partial(Predicting, load, head, outputs, columns, covariance), wanted, actors)
 
 
 class Collecting:
@@ -98,11 +100,18 @@ class Collecting:
 class Predicting:
     """Predicts for spans of the outputs."""
 
-    def __init__(self, load: Callable[..., Method], head: str, outputs: str, covariance: bool) -> None:
+    def __init__(
+        self,
+        load: Callable[..., Method],
+        head: str,
+        outputs: str,
+        columns: Mapping[str, str | list[str]] | None,
+        covariance: bool,
+    ) -> None:
         from posthoc.storage import open_outputs
 
         self.method = load(head, device="cuda" if torch.cuda.is_available() else None)
-        self.outputs, self.covariance = open_outputs(outputs), covariance
+        self.outputs, self.covariance = open_outputs(outputs, columns=columns), covariance
 
     def __call__(self, span: Span) -> Predictive:
         return self.method.predict(self.outputs[slice(*span)], covariance=self.covariance).cpu()

@@ -10,7 +10,7 @@ from typing import Any
 from posthoc.files import atomic_path
 from posthoc.report.figures import require_matplotlib
 
-__all__ = ["COLOURS", "DASHES", "by", "mean_and_error", "save_figure", "titles"]
+__all__ = ["COLOURS", "DASHES", "MARKS", "by", "mean_and_error", "save_figure", "titles"]
 
 Documents = Sequence[Mapping[str, Any]]
 
@@ -19,6 +19,7 @@ COLOURS = (
     "#c2588a", "#5a7d2a", "#4aa3c7", "#8a6f5a", "#9a9aa5", "#d0021b",
 )  # fmt: skip
 DASHES = ("-", "--", "-.", ":")
+MARKS = ("o", "s", "^", "D", "v", "P", "X")
 KINDS = ("png", "pdf")
 
 

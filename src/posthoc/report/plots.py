@@ -1,4 +1,4 @@
-"""Figures of an experiment from the documents of its runs: bars, lines and histograms, means over seeds."""
+"""Figures of an experiment from the documents of its runs: marks, lines and histograms, means over seeds."""
 
 from __future__ import annotations
 
@@ -6,42 +6,39 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posthoc.report.drawing import COLOURS, DASHES, Documents, by, mean_and_error, save_figure, titles
+from posthoc.report.drawing import COLOURS, DASHES, MARKS, Documents, by, mean_and_error, save_figure, titles
 
-__all__ = ["bar_figure", "dependence_figure", "histogram_figure", "line_figure"]
+__all__ = ["dependence_figure", "dot_figure", "histogram_figure", "line_figure"]
 
 OUTSIDE = "#b4532a"
 BELOW = {"loc": "upper center", "ncol": 4, "frameon": False, "fontsize": 8, "bbox_to_anchor": (0.5, 0.0)}
 """Where a figure's legend is."""
 
 
-def bar_figure(path: Path, documents: Documents, figures: Mapping[str, str]) -> list[Path]:
-    """One panel a figure: a bar a method, in groups of cases, with standard errors over seeds."""
+def dot_figure(path: Path, documents: Documents, figures: Mapping[str, str]) -> list[Path]:
+    """One panel a figure: a mark a method, in groups of cases, with standard errors over seeds. Marks, not bars: what
+    is compared is how far apart they are, not how far from zero."""
     cases, names = by(documents, "case"), titles(documents)
 
     def draw(pyplot: Any) -> Any:
         canvas, axes = grid(pyplot, len(figures), 3, (4.6, 3.1))
-        width = 0.85 / len(names)
+        apart = 0.8 / len(names)
         for axis, (figure, title) in zip(axes, figures.items(), strict=True):
-            tops: list[float] = []
             for i, method in enumerate(names):
                 found = {}
                 for j, runs in enumerate(cases.values()):
                     values = [run["metrics"].get(figure) for run in runs if run["method"] == method]
                     if any(value is not None for value in values):
-                        found[j + (i - (len(names) - 1) / 2) * width] = mean_and_error(values)
+                        found[j + (i - (len(names) - 1) / 2) * apart] = mean_and_error(values)
                 means, errors = ([pair[k] for pair in found.values()] for k in (0, 1))
-                style = {"color": COLOURS[i % len(COLOURS)], "error_kw": {"linewidth": 0.8}}
-                axis.bar(list(found), means, width, yerr=errors, **style)
-                tops += means
-            if tops:  # bars of nearly equal height are told apart from near their tops
-                room = 0.15 * (max(tops) - min(tops)) or 0.1 * abs(max(tops)) or 1.0
-                floor = min(tops) - 2.0 * room
-                axis.set_ylim(floor if min(tops) < 0 or floor > 0 else 0.0, max(tops) + room)
+                style = {"color": COLOURS[i % len(COLOURS)], "fmt": MARKS[i % len(MARKS)], "markersize": 5}
+                axis.errorbar(list(found), means, errors, label=names[method], **style)
             axis.set_title(title, loc="left", fontsize=10)
             axis.set_xticks(range(len(cases)), list(cases))
-        handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[i % len(COLOURS)]) for i in range(len(names))]
-        canvas.legend(handles, names.values(), **BELOW)
+            axis.set_xlim(-0.5, len(cases) - 0.5)
+            axis.grid(axis="y", color="#e6e6ea", linewidth=0.7)
+            axis.set_axisbelow(True)
+        canvas.legend(*axes[0].get_legend_handles_labels(), **BELOW)
         return canvas
 
     return save_figure(path, draw)
@@ -102,7 +99,7 @@ def histogram_figure(path: Path, documents: Documents, inside: str, outside: str
     methods, names = by(documents, "method"), titles(documents)
 
     def draw(pyplot: Any) -> Any:
-        canvas, axes = grid(pyplot, len(methods), 4, (3.4, 2.5), sharex=True, sharey=True)
+        canvas, axes = grid(pyplot, len(methods), 4, (3.4, 2.5))
         for axis, (method, runs) in zip(axes, methods.items(), strict=True):
             found = [run["curves"]["entropy"] for run in runs]
             for part, colour, label in (("in", COLOURS[2], inside), ("out", OUTSIDE, outside)):
@@ -111,6 +108,7 @@ def histogram_figure(path: Path, documents: Documents, inside: str, outside: str
             auc, _ = mean_and_error(run["metrics"]["ood_auc"] for run in runs)
             axis.set_title(f"{names[method]}: AUC {auc:.3f}", loc="left", fontsize=9)
             axis.set_yscale("log")
+            axis.set_ylim(1e-3, 1.0)
             axis.set_xlabel("entropy, nats")
         axes[0].legend(frameon=False, fontsize=8)
         return canvas
