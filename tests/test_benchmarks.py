@@ -49,7 +49,7 @@ def test_step_speed_of_large_shapes(tmp_path, one_process):
     result = quick("step_speed", tmp_path, "--only", "shapes")
     assert not {"steps", "fits"} & result.keys()
     (shape,) = result["shapes"].values()
-    assert (shape["classes"], shape["features"], shape["variance"]) == (10, 64, "per_output")
+    assert (shape["classes"], shape["features"], shape["variance"]) == (10, 64, "separable")
     assert shape["steps_per_second"].keys() == {"plain"}  # there is no CUDA graph on a CPU
     assert shape["greatest_difference_from_steps_by_hand"]["plain"] < 1e-9
     assert shape["peak_memory_mib"].keys() == {"plain"}
