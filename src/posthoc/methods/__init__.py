@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,14 +74,16 @@ def method_named(name: str) -> type[Method]:
 def load(
     path: str | os.PathLike[str],
     *,
-    model: nn.Module | Callable[..., Any] | None = None,
+    model: nn.Module | Sequence[nn.Module] | Callable[..., Any] | None = None,
     device: str | torch.device | None = None,
 ) -> Method:
-    """A saved head of whatever method it is."""
+    """A saved head of whatever method it is, and the network it was fitted on (for an ensemble, their list)."""
     name = read_head(path)[1]["method"]
-    if name not in REGISTRY:
+    loadable: dict[str, Any] = {**REGISTRY, LaplaceTorch.name: LaplaceTorch}
+    if name not in loadable:
         raise FileError(
             f"Expected a head of {', '.join(sorted(REGISTRY))}, found one of {name!r} in {path}: it needs a later "
             "version of posthoc, or what registers that method."
         )
-    return REGISTRY[name].load(path, model=model, device=device)
+    found: Method = loadable[name].load(path, model=model, device=device)
+    return found
