@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posthoc.experiments.experiment import Experiment, Request
-from posthoc.experiments.regression import FEW, PAPER_FMGP, fitted_and_judged
+from posthoc.experiments.regression import FEW, PAPER_FMGP, run
 from posthoc.experiments.tabular import Problem, problem
 from posthoc.experiments.variants import Given, Variant
 from posthoc.fmgp import FMGP
@@ -47,7 +47,7 @@ class Ablation(Experiment):
         variant = self.methods[method]
         given = Given(prepared.train, prepared.val)
         x = prepared.test[0]
-        return fitted_and_judged(variant, given, prepared, seed, request, lambda fit: decomposition(fit, x))
+        return run(variant, given, prepared, seed, request, lambda fit: decomposition(fit, x))
 
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
         figures = {"nll": "NLL", "crps": "CRPS", "cqm": "CQM", "amplitude": "amplitude", "noise": "noise"}

@@ -11,24 +11,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-
 from posthoc.data import Dataset, cifar10
 from posthoc.data.cifar100 import cifar100
 from posthoc.data.download import Shelf
 from posthoc.errors import UnavailableError
 from posthoc.experiments.experiment import Experiment, Request
-from posthoc.experiments.variants import PAPER_CLASSES, Given, Variant
+from posthoc.experiments.variants import PAPER_CLASSES, Given, Variant, fitted_and_judged
 from posthoc.experiments.zero_shot import MODEL, PROMPT, Pictures, read_clip, said_once
 from posthoc.fmgp import FMGP
-from posthoc.judging import judge
 from posthoc.methods import MAP, Temperature
 from posthoc.outputs import Outputs
 from posthoc.report.plots import dot_figure
 from posthoc.storage import open_outputs
 
-__all__ = ["FEW_POINTS", "PAPER_FMGP", "Clip", "fitted_and_judged", "outputs_file"]
+__all__ = ["FEW_POINTS", "PAPER_FMGP", "Clip", "outputs_file"]
 
 FEW_POINTS = {"num_inducing": 5, "steps": 3, "batch_size": 20}
 QUICK_ROWS, QUICK_IMAGES = 100, 24
@@ -83,7 +79,9 @@ class Clip(Experiment):
         return parts_of(case, request)
 
     def work(self, prepared: Parts, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
-        found = fitted_and_judged(VARIANTS[method], Given(prepared.train), prepared.test, None, seed, request)
+        found = fitted_and_judged(
+            VARIANTS[method], self.task, Given(prepared.train), prepared.test, None, seed, request
+        )
         return {**found, "data": prepared.words}
 
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
@@ -122,17 +120,3 @@ def outputs_file(folder: str, name: str, request: Request) -> Outputs:
         )
     outputs = open_outputs(found[0])
     return outputs[:QUICK_ROWS] if request.quick else outputs
-
-
-def fitted_and_judged(
-    variant: Variant, given: Given, test: Any, network: nn.Module | None, seed: int, request: Request
-) -> dict[str, Any]:
-    """One method: figures, curves and times."""
-    method = variant.build(network, "classification", seed=seed, device=request.device, quick=request.quick)
-    seconds = given.fit(method)
-    judged = judge(method, test, device=torch.device(request.device))
-    return {
-        "metrics": judged.figures,
-        "times": {"fit_seconds": seconds, "predict_seconds": judged.seconds},
-        "curves": judged.curves.compute(),
-    }

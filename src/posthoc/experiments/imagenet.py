@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 from posthoc.data.download import Shelf
 from posthoc.errors import DataError, PosthocError, UnavailableError
 from posthoc.experiments.cifar10 import FINE_TUNED, needs_network
-from posthoc.experiments.clip import FEW_POINTS, PAPER_FMGP, fitted_and_judged, outputs_file
+from posthoc.experiments.clip import FEW_POINTS, PAPER_FMGP, outputs_file
 from posthoc.experiments.experiment import Experiment, Request
-from posthoc.experiments.variants import Given, Variant
+from posthoc.experiments.variants import Given, Variant, fitted_and_judged
 from posthoc.experiments.zero_shot import Said, readers, said_once
 from posthoc.fmgp import FMGP
 from posthoc.integrations.images import ImageFolder
@@ -87,7 +87,7 @@ class ImageNet(Experiment):
     def work(self, prepared: Files | Images, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
         variant = self.variant(case, method)
         given, (test, seconds) = prepared.given(variant), prepared.test(variant)
-        found = fitted_and_judged(variant, given, test, prepared.network, seed, request)
+        found = fitted_and_judged(variant, self.task, given, test, prepared.network, seed, request)
         times = found["times"]
         if given.collected:
             times["fit_seconds_with_network"] = times["fit_seconds"] + given.collected

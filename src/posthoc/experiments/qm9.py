@@ -15,7 +15,7 @@ from torch import Tensor
 from posthoc.data.molecules import Molecules, qm9
 from posthoc.experiments.experiment import Experiment, Request
 from posthoc.experiments.molecule_network import MoleculeNetwork, embed, head_of, train_network
-from posthoc.experiments.regression import VARIANTS, fitted_and_judged, given
+from posthoc.experiments.regression import VARIANTS, given, run
 from posthoc.experiments.tabular import Problem
 from posthoc.report.plots import dot_figure
 
@@ -50,7 +50,7 @@ class QM9(Experiment):
 
     def work(self, prepared: Problem, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
         variant = VARIANTS[method]
-        return fitted_and_judged(variant, given(variant, prepared), prepared, seed, request)
+        return run(variant, given(variant, prepared), prepared, seed, request)
 
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
         return dot_figure(folder / "figure", documents, {"nll": "NLL", "crps": "CRPS", "cqm": "CQM"})

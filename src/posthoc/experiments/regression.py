@@ -14,9 +14,8 @@ import torch
 
 from posthoc.experiments.experiment import Experiment, Request
 from posthoc.experiments.tabular import Problem, problem
-from posthoc.experiments.variants import Given, Variant
+from posthoc.experiments.variants import Given, Variant, fitted_and_judged
 from posthoc.fmgp import FMGP
-from posthoc.judging import judge
 from posthoc.method import Method
 from posthoc.methods import ELLA, MAP, MFVI, Laplace, VaLLA
 from posthoc.report.plots import dot_figure
@@ -58,7 +57,7 @@ class Regression(Experiment):
 
     def work(self, prepared: Problem, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
         variant = VARIANTS[method]
-        return fitted_and_judged(variant, given(variant, prepared), prepared, seed, request)
+        return run(variant, given(variant, prepared), prepared, seed, request)
 
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
         return dot_figure(folder / "figure", documents, {"nll": "NLL", "crps": "CRPS", "cqm": "CQM"})
@@ -76,7 +75,7 @@ def given(variant: Variant, task: Problem) -> Given:
     return Given((x, y), val)
 
 
-def fitted_and_judged(
+def run(
     variant: Variant,
     given: Given,
     task: Problem,
@@ -84,15 +83,7 @@ def fitted_and_judged(
     request: Request,
     look: Callable[[Method], dict[str, float]] = lambda method: {},
 ) -> dict[str, Any]:
-    """One method on one problem: figures, curves and times, and what `look` finds in it."""
-    method = variant.build(task.network, "regression", seed=seed, device=request.device, quick=request.quick)
-    seconds = given.fit(method)
-    judged = judge(method, task.test, device=torch.device(request.device))
+    """One method on one problem, with what is to be said of its rows."""
+    found = fitted_and_judged(variant, "regression", given, task.test, task.network, seed, request, look)
     rows = {name: len(part[0]) for name, part in (("train", task.train), ("val", task.val), ("test", task.test))}
-    return {
-        "metrics": {**judged.figures, **look(method)},
-        "times": {"fit_seconds": seconds, "predict_seconds": judged.seconds},
-        "curves": judged.curves.compute(),
-        "data": {"test": task.source, "fit": variant.on},
-        "diagnostics": {"rows": rows},
-    }
+    return {**found, "data": {"test": task.source, "fit": variant.on}, "diagnostics": {"rows": rows}}

@@ -8,16 +8,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from posthoc.costs import synchronised, versions
 from posthoc.data.download import cache_folder
+from posthoc.experiments.experiment import Request
 from posthoc.files import atomic_path, require_folder
+from posthoc.judging import judge
 from posthoc.kernels import kernel_from_spec
 from posthoc.likelihoods import Categorical, Likelihood
 from posthoc.method import Method
 
-__all__ = ["PAPER_CLASSES", "PAPER_KERNEL", "Given", "Variant", "fitted"]
+__all__ = ["PAPER_CLASSES", "PAPER_KERNEL", "Given", "Variant", "fitted", "fitted_and_judged"]
 
 PAPER_KERNEL = {
     "type": "product",
@@ -97,3 +100,24 @@ def fitted(
     with atomic_path(note) as temporary:
         temporary.write_text(json.dumps(times) + "\n", encoding="utf-8")
     return method, times
+
+
+def fitted_and_judged(
+    variant: Variant,
+    task: str,
+    given: Given,
+    test: Any,
+    network: nn.Module | None,
+    seed: int,
+    request: Request,
+    look: Callable[[Method], dict[str, float]] = lambda method: {},
+) -> dict[str, Any]:
+    """One method, from the start: figures, curves and times, and among the figures what `look` finds in it."""
+    method = variant.build(network, task, seed=seed, device=request.device, quick=request.quick)
+    seconds = given.fit(method)
+    judged = judge(method, test, device=torch.device(request.device))
+    return {
+        "metrics": {**judged.figures, **look(method)},
+        "times": {"fit_seconds": seconds, "predict_seconds": judged.seconds},
+        "curves": judged.curves.compute(),
+    }

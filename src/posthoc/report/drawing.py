@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from posthoc.files import atomic_path
 from posthoc.report.figures import require_matplotlib
+from posthoc.report.summary import Estimate, estimate
 
 __all__ = ["COLOURS", "DASHES", "MARKS", "by", "mean_and_error", "save_figure", "titles"]
 
@@ -37,12 +37,10 @@ def titles(documents: Documents) -> dict[str, str]:
 
 
 def mean_and_error(values: Iterable[float | None]) -> tuple[float, float]:
-    """The mean over seeds and its standard error, of those that are numbers; NaN where none is."""
+    """The mean over seeds and its standard error (0 of one seed), of those that are numbers; NaN where none is."""
     known = [value for value in values if value is not None]
-    if not known:
-        return float("nan"), 0.0
-    error = statistics.stdev(known) / len(known) ** 0.5 if len(known) > 1 else 0.0
-    return statistics.fmean(known), error
+    found = estimate(known) if known else Estimate(float("nan"), None, 0)
+    return found.mean, found.error or 0.0
 
 
 def save_figure(path: Path, draw: Callable[[Any], Any]) -> list[Path]:
