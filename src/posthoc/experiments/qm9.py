@@ -21,7 +21,7 @@ from posthoc.report.plots import dot_figure
 
 __all__ = ["QM9"]
 
-STEPS, QUICK_STEPS, BATCH = 4000, 3, 1024
+STEPS, QUICK_STEPS, BATCH, WIDTH = 4000, 3, 1024, 128
 QUICK = (20, 10, 40)
 """Molecules for testing, validation and training."""
 
@@ -36,7 +36,8 @@ class QM9(Experiment):
 
     def configuration(self, case: str, method: str, request: Request) -> dict[str, Any]:
         steps = QUICK_STEPS if request.quick else STEPS
-        return {**VARIANTS[method].describe(request.quick), "network": f"message passing, {steps:,} steps"}
+        network = f"message passing, {WIDTH} wide, {steps:,} steps"
+        return {**VARIANTS[method].describe(request.quick), "network": network}
 
     def prepare(self, case: str, seed: int, request: Request) -> Problem:
         molecules = qm9(request.data_dir)
@@ -44,7 +45,7 @@ class QM9(Experiment):
             molecules = molecules[: sum(QUICK)]
         parts = molecules.split(*QUICK[:2]) if request.quick else molecules.split()
         steps = QUICK_STEPS if request.quick else STEPS
-        network = train_network(parts.train, seed=seed, device=request.device, steps=steps, batch=BATCH)
+        network = train_network(parts.train, seed=seed, device=request.device, steps=steps, batch=BATCH, width=WIDTH)
         train, val, test = (embedded(network, part, request.device) for part in (parts.train, parts.val, parts.test))
         return Problem(head_of(network).to(request.device), train, val, test, molecules.source)
 

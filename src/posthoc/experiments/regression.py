@@ -28,6 +28,11 @@ LINEARISED_ROWS = 50_000
 """Gradients of all weights are taken at no more rows than so many, which then stand for all."""
 PAPER_FMGP = {"kernel": {"type": "rbf", "on": "inputs"}, "residuals": "gaussian", "inducing": "kmeans", "steps": 2000}
 """Squared exponential, over the inputs."""
+FITTED_ON = {
+    "train": "rows that the network learnt from",
+    "val": "validation rows",
+    "train, val": "rows that the network learnt from, and validation rows to choose by",
+}
 
 VARIANTS = {
     "map": Variant("MAP", MAP, on="val"),
@@ -86,4 +91,4 @@ def run(
     """One method on one problem, with what is to be said of its rows."""
     found = fitted_and_judged(variant, "regression", given, task.test, task.network, seed, request, look)
     rows = {name: len(part[0]) for name, part in (("train", task.train), ("val", task.val), ("test", task.test))}
-    return {**found, "data": {"test": task.source, "fit": variant.on}, "diagnostics": {"rows": rows}}
+    return {**found, "data": {"test": task.source, "fit": FITTED_ON[variant.on]}, "diagnostics": {"rows": rows}}
