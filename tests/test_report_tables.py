@@ -197,6 +197,16 @@ def test_data_are_named_in_words_and_once(tmp_path):
     assert one(tmp_path).cases[0].sources == ["train: source: flights; rows: 10"]
 
 
+def test_methods_fitted_on_other_data_are_named_with_them(tmp_path):
+    data = {"map": {"test": "birds", "fit": "eggs"}, "ella": {"test": "birds", "fit": "nests"}}
+    for method, said in data.items():
+        write(tmp_path, document(method=method, title=method.upper(), configuration={"data": said}))
+    found = one(tmp_path)
+    assert found.cases[0].sources == ["test: birds", "fit: eggs (MAP)", "fit: nests (ELLA)"]
+    rows = list(csv.DictReader(io.StringIO(csv_means([found]))))
+    assert [row["data"] for row in rows] == ["test: birds | fit: eggs", "test: birds | fit: nests"]
+
+
 # Curves of several seeds.
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from posthoc.files import atomic_path
 from posthoc.report.records import read_results
-from posthoc.report.summary import CaseSummary, Estimate, ExperimentSummary, summarise
+from posthoc.report.summary import CaseSummary, Estimate, ExperimentSummary, MethodSummary, described, summarise
 from posthoc.report.tables import COLUMNS, COSTS, decimals, digits, megabytes, seconds
 
 __all__ = ["Measure", "csv_means", "latex_means", "markdown_means", "measures_of", "places_of", "write_tables"]
@@ -158,8 +158,13 @@ def csv_means(experiments: list[ExperimentSummary]) -> str:
             numbers = [n for e in found for n in ((e.mean, e.error) if e is not None else ("", ""))]
             counts = (len(method.counted), len(method.excluded))
             head = (case.experiment, case.case, method.method, *counts)
-            writer.writerow([*head, *("" if n is None else n for n in numbers), " | ".join(case.sources)])
+            writer.writerow([*head, *("" if n is None else n for n in numbers), " | ".join(sources_of(method))])
     return text.getvalue()
+
+
+def sources_of(method: MethodSummary) -> list[str]:
+    """Where the data of one method come from."""
+    return list(dict.fromkeys(f"{part}: {of}" for run in method.runs for part, of in described(run.data).items()))
 
 
 def latex_means(experiment: ExperimentSummary) -> str:

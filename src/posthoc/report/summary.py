@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from posthoc.report.records import Record
 
-__all__ = ["CaseSummary", "Estimate", "ExperimentSummary", "MethodSummary", "estimate", "natural", "summarise"]
+__all__ = [
+    "CaseSummary",
+    "Estimate",
+    "ExperimentSummary",
+    "MethodSummary",
+    "described",
+    "estimate",
+    "natural",
+    "summarise",
+]
 
 LAST = "fmgp"
 """The method whose forms stand at the end of a table, after what they are compared with."""
@@ -70,9 +79,17 @@ class CaseSummary:
 
     @property
     def sources(self) -> list[str]:
-        """Where the data come from, in words, stand-ins named: one entry a part of the data and a source of it."""
-        parts = ({part: words for part, words in run.data.items() if part != DIGEST} for run in self.runs)
-        return list(dict.fromkeys(source for each in parts for source in described(each)))
+        """Where the data come from, in words, stand-ins named: one entry a part of the data and a source of it, with
+        the methods that had it where others had another. Sources of a part stand together."""
+        parts: dict[str, dict[str, dict[str, None]]] = {}  # methods by source by part, in their order
+        for method in self.methods:
+            for part, source in (pair for run in method.runs for pair in described(run.data).items()):
+                parts.setdefault(part, {}).setdefault(source, {})[method.title] = None
+        return [
+            f"{part}: {source}" + (f" ({', '.join(titles)})" if len(titles) < len(self.methods) else "")
+            for part, sources in parts.items()
+            for source, titles in sources.items()
+        ]
 
     def notes(self) -> list[str]:
         """Which runs the means are without, and why."""
@@ -131,12 +148,15 @@ def summarise_method(name: str, runs: list[Record], seeds: set[int]) -> MethodSu
     return MethodSummary(name, runs[0].title, counted, excluded, missing, means)
 
 
-def described(data: dict[str, object]) -> list[str]:
+def described(data: dict[str, object]) -> dict[str, str]:
     """Parts of data in words; a part with parts of its own on one line."""
-    return [
-        f"{part}: " + ("; ".join(described(words)) if isinstance(words, dict) else str(words))
-        for part, words in data.items()
-    ]
+
+    def line(words: object) -> str:
+        if not isinstance(words, dict):
+            return str(words)
+        return "; ".join(f"{part}: {said}" for part, said in described(words).items())
+
+    return {part: line(words) for part, words in data.items() if part != DIGEST}
 
 
 def natural(text: str) -> list[tuple[int, float, str]]:
