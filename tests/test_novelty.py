@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posthoc import FMGP, RBF, DataError, OptionError, Outputs
-from posthoc.fmgp.novelty import FAR_QUANTILE, NEAR_QUANTILE, Novelty
+from posthoc.fmgp.novelty import FAR_QUANTILE, NEAR_QUANTILE, Novelty, lead
 from posthoc.latent import IndependentLatent, Widened
 
 G = torch.Generator
@@ -46,14 +46,35 @@ def test_nothing_is_added_within_the_distance_that_most_points_keep():
     novelty = Novelty.of(features())
     assert novelty is not None
     new = features(4000, seed=2)
-    d = novelty.distance(new)
-    for i, (quantile, power) in enumerate(((NEAR_QUANTILE, 0.5), (FAR_QUANTILE, 3.0))):
+    d, outputs = novelty.distance(new), torch.randn(4000, 3, generator=G().manual_seed(0))
+    ahead = outputs.double().max(-1).values - (outputs.double().sort(-1).values[:, :2]).mean(-1)
+    for i, (quantile, power) in enumerate(((NEAR_QUANTILE, 1.0), (FAR_QUANTILE, 3.0))):
         novelty.strengths = 7.0 * torch.nn.functional.one_hot(torch.tensor(i), 2).double()
-        share = float((novelty(new) == 0).double().mean())
+        share = float((novelty(new, outputs) == 0).double().mean())
         spread = math.sqrt(quantile * (1 - quantile))
         assert share == pytest.approx(quantile, abs=4 * spread / math.sqrt(4000) + 4 * spread / math.sqrt(2000))
         excess = (d / novelty.quantiles[i] - 1.0).clamp_min(0)
-        torch.testing.assert_close(novelty(new), 7.0 * excess**power)
+        torch.testing.assert_close(novelty(new, outputs), 7.0 * ahead**2 * excess**power)
+
+
+def test_who_is_surer_loses_more_and_no_one_is_surer_than_the_distance_allows():
+    novelty = Novelty.of(features())
+    assert novelty is not None
+    novelty.strengths = torch.tensor((0.0, 1.0), dtype=torch.float64)
+    new = -features(1, seed=4).expand(3, -1)
+    outputs = torch.tensor([[1.0, 0.0, 0.0], [10.0, 0.0, 0.0], [1000.0, 0.0, 0.0]])
+    more = novelty(new, outputs)
+    torch.testing.assert_close(more / more[0], torch.tensor([1.0, 1e2, 1e6], dtype=torch.float64))
+    confidence = outputs[:, 0] / (1.0 + more).sqrt()
+    torch.testing.assert_close(confidence[1], confidence[2], rtol=1e-2, atol=0.0)
+
+
+def test_outputs_that_are_all_alike_have_no_lead():
+    outputs = torch.full((5, 4), 2.5)
+    assert torch.equal(lead(outputs), torch.zeros(5, dtype=torch.float64))
+    data = Outputs(torch.zeros(200, 3), torch.arange(200) % 3, features(200).float())
+    flat = FMGP(None, "classification", variance="separable", novelty=1.0, steps=2, num_inducing=5).fit(data)
+    assert bool(flat.predict(data).probs.isfinite().all())
 
 
 def test_length_does_not_matter_and_direction_does():
@@ -80,7 +101,7 @@ def test_constant_and_zero_features_are_no_trouble():
     corners = torch.eye(3)[torch.randint(3, (200,), generator=G().manual_seed(0))]
     novelty = Novelty.of(corners)
     assert novelty is not None
-    assert bool(novelty(torch.cat([corners, torch.zeros(1, 3)])).isfinite().all())
+    assert bool(novelty(torch.cat([corners, torch.zeros(1, 3)]), torch.rand(201, 4)).isfinite().all())
 
 
 def test_widened_latent_is_the_sum_of_two():

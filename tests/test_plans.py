@@ -103,6 +103,17 @@ def test_the_wariness_that_suits_known_rows_best_is_taken_unless_it_harms_them()
     assert decide(scaled=lambda y: said(y, 1.0)).wariness is None
 
 
+def test_confidence_is_corrected_for_the_wariness_that_is_taken():
+    def too_unsure(y: torch.Tensor) -> Trial:
+        return {None: said(y, 1.0), WARY: (0.5 * said(y, 1.1)).log_softmax(-1)}
+
+    found = decide(scaled=lambda y: said(y, 0.5), one=too_unsure)
+    plain = decide(scaled=lambda y: said(y, 0.5), one=lambda y: said(y, 1.0))
+    assert (found.plan, found.wariness, plain.wariness) == (ONE, WARY, None)
+    assert found.recalibration.bend == plain.recalibration.bend
+    assert found.recalibration.temperature == pytest.approx(0.5 * plain.recalibration.temperature, rel=0.1)
+
+
 def test_each_row_is_held_out_once_and_never_fitted_on_then():
     n = 601
     numbered = Outputs(torch.arange(n)[:, None].double().expand(n, 2).clone(), torch.zeros(n, dtype=torch.long))

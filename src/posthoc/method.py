@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.augmentation import Augmented
-from posthoc.backbone import Backbone, fingerprint, settled
+from posthoc.backbone import Backbone, Reading, fingerprint, settled
 from posthoc.batches import as_tensor, is_array, is_arrays, iterate
 from posthoc.checks import choice, integer, known_device
 from posthoc.conformal import Conformal, Score
@@ -382,16 +382,25 @@ class Method(ABC):
                 "Expected one batch or a loader, got a list of arrays, which could be (x, y) or several batches: give "
                 "a tuple (x, y), the inputs alone, or a DataLoader."
             )
-        features, inputs = self._needs(fitted=True)
         one_batch = not targets and (isinstance(data, Mapping) or is_array(data) or is_arrays(data))
-        with self._require_backbone(data).running(features=features, inputs=inputs) as run:
-            for batch in [data] if one_batch else iterate(data, CHUNK):
-                reading = run(batch)
+        with closing(self._readings(data, one_batch=one_batch)) as readings:
+            for reading in readings:
                 if len(reading.outputs):
                     part = read(reading)
                     if targets and reading.target is not None:
                         part = part.with_targets(as_tensor(reading.target))
                     yield self._fitting(part, targets=targets), reading.settle
+
+    def _readings(self, data: Any, *, one_batch: bool) -> Generator[Reading]:
+        """What the network says of one batch, or of every batch of a loader."""
+        features, inputs = self._needs(fitted=True)
+        with self._require_backbone(data).running(features=features, inputs=inputs) as run:
+            if not one_batch:
+                for batch in iterate(data, CHUNK):
+                    yield run(batch)
+                return
+            reading = run(data)
+        yield reading  # the network was put back while a GPU still computes
 
     def _fitting(self, outputs: Outputs, *, targets: bool) -> Outputs:
         assert self._width is not None

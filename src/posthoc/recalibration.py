@@ -41,6 +41,11 @@ class Recalibration(NamedTuple):
             found[cls(1.0 / inverse, bend)] = float(right.sum()) - (0.5 * math.log(len(y)) if bend else 0.0)
         return max(found, key=found.__getitem__)
 
+    def again(self, log_p: Tensor, y: Tensor) -> Recalibration:
+        """What suits these rows best with the same b."""
+        scores = log_p.double() / Recalibration(1.0, self.bend).temperatures(log_p)
+        return Recalibration(1.0 / best_inverse(Outputs.trusted(outputs=scores, targets=y)), self.bend)
+
     def temperatures(self, log_p: Tensor) -> Tensor:  # (N, 1)
         """t(x), for each row of log-probabilities."""
         unsure = torch.special.entr(log_p.double().exp()).sum(-1, keepdim=True) / math.log(log_p.shape[-1])
@@ -58,7 +63,7 @@ class Recalibration(NamedTuple):
         dtype, covariance = pred.log_probs.dtype, pred.logit_covariance
         return replace(
             pred,
-            log_probs=self.log_probs(pred.log_probs).to(dtype),
+            log_probs=(pred.log_probs.double() / t).log_softmax(-1).to(dtype),
             logit_variance=(pred.logit_variance * t.square()).to(dtype),
             temperature=(pred.temperature * t).to(dtype),
             logit_covariance=None if covariance is None else (covariance * t.square()[:, :, None]).to(dtype),

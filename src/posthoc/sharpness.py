@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -22,13 +22,18 @@ def best_inverse(outputs: Outputs) -> float:
     """The 1/τ at which the likelihood is greatest: Newton's steps, kept within a bracket. The log-likelihood is concave
     in 1/τ, so there is one."""
     low, high = LIMITS
-    if slopes(outputs, low)[0] >= 0.0:
+    few = list(parts(outputs)) if outputs.outputs.numel() <= VALUES_AT_ONCE else None  # else read anew every time
+
+    def slopes_at(inverse: float) -> tuple[float, float]:
+        return slopes(few or parts(outputs), inverse)
+
+    if slopes_at(low)[0] >= 0.0:
         return low
-    if slopes(outputs, high)[0] <= 0.0:
+    if slopes_at(high)[0] <= 0.0:
         return high
     at = 1.0
     for _ in range(100):
-        slope, curvature = slopes(outputs, at)
+        slope, curvature = slopes_at(at)
         low, high = (low, at) if slope > 0.0 else (at, high)
         step = at - slope / curvature if curvature > 0.0 else math.nan
         following = step if low < step < high else math.sqrt(low * high)
@@ -38,18 +43,24 @@ def best_inverse(outputs: Outputs) -> float:
     return at
 
 
-def slopes(outputs: Outputs, inverse: float) -> tuple[float, float]:
-    """The first two derivatives, in 1/τ, of the mean negative log-likelihood."""
+def slopes(parts: Iterable[Part], inverse: float) -> tuple[float, float]:
+    """The first two derivatives, in 1/τ, of the negative log-likelihood."""
     first = second = 0.0
-    for z, y in parts(outputs):
+    for z, y in parts:
         p = (inverse * z).softmax(-1)
         mean = (p * z).sum(-1)
-        first += float((mean - z.gather(-1, y[:, None]).squeeze(-1)).sum())
-        second += float((p * (z - mean[:, None]).square()).sum())
-    return first / len(outputs), second / len(outputs)
+        wrong = mean - z.gather(-1, y[:, None]).squeeze(-1)
+        both = torch.stack([wrong.sum(), (p * (z - mean[:, None]).square()).sum()])
+        one, two = both.tolist()  # together: a GPU is waited for once
+        first, second = first + one, second + two
+    return first, second
 
 
-def parts(outputs: Outputs) -> Iterator[tuple[Tensor, Tensor]]:
+Part = tuple[Tensor, Tensor]
+"""Logits (N, C), the largest of each row zero, and what is true (N,)."""
+
+
+def parts(outputs: Outputs) -> Iterator[Part]:
     rows = max(1, VALUES_AT_ONCE // outputs.outputs.shape[1])
     for start in range(0, len(outputs), rows):
         part = outputs[start : start + rows]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from posthoc.errors import DataError
 from posthoc.files import check_shapes
 from posthoc.fmgp.coupling import OutputCovariance
-from posthoc.fmgp.novelty import Novelty, Wariness
+from posthoc.fmgp.novelty import Novelty, Wariness, lead
 from posthoc.fmgp.points import Coordinates
 from posthoc.fmgp.process import Process
 from posthoc.inducing import Inducing
@@ -25,6 +25,9 @@ from posthoc.recalibration import NONE, Recalibration
 from posthoc.stillness import version
 
 __all__ = ["Head"]
+
+NO_LEAD = 1e-30
+"""The mean squared lead of outputs that are all alike: any will do, since what it divides is zero."""
 
 
 class Head(nn.Module):
@@ -74,12 +77,13 @@ class Head(nn.Module):
             found = "none" if outputs.features is None else str(outputs.features.shape[1])
             width = len(self.novelty.location)
             raise DataError(f"Expected features of width {width} as in fit, which novelty looks at, got {found}.")
-        return Widened(latent, self.novelty(outputs.features.to(self.device)))
+        return Widened(latent, self.novelty(outputs.features.to(self.device), outputs.outputs.to(self.device)))
 
     @torch.no_grad()
     def grow_wary(self, typical: Outputs, wariness: Wariness) -> None:
         """Adds variance away from the features of typical rows, in units of the squared scale that logits are divided
-        by there; where there are no features, or too few rows, it stays as it is. Once wary, only how much changes."""
+        by there and of their squared lead; where there are no features, or too few rows, it stays as it is. Once wary,
+        only how much changes."""
         novelty, self.novelty = self.novelty, None
         if novelty is None and typical.features is not None:
             novelty = Novelty.of(typical.features)
@@ -91,6 +95,7 @@ class Head(nn.Module):
         mean = apart.sum() / (len(rows) * (rows.outputs.shape[1] - 1))  # over all but the top output
         # π/16 Var(f_c - f_t) is what is compared with τ²; a variance g more for each output adds 2 g to that Var.
         unit = (8.0 / math.pi) * (self.likelihood.temperature.square() + math.pi / 16.0 * mean)
+        unit = unit / lead(rows.outputs).square().mean().clamp_min(NO_LEAD)
         novelty.strengths = unit * torch.tensor(wariness, dtype=torch.float64, device=self.device)
         self.novelty = novelty
 

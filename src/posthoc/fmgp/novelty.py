@@ -3,7 +3,9 @@
 A network's features keep their direction where they lose their meaning, so length is put aside: features are divided by
 their length, and the Mahalanobis distance d of what is left tells new kinds of points from known ones. The variance
 grows in two ways: slowly with d among the less usual of the known points, as far as their errors say so (`near`), and
-steeply beyond almost all of them, where there are no errors to learn from (`far`).
+steeply beyond almost all of them, where there are no errors to learn from (`far`). It is in proportion to the square of
+how far the top output is from the others, as the variance of a linear model is to the squared length of its features:
+however sure the network is, d sets a ceiling on how sure it may be, and who is unsure already is left alone.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Novelty", "Wariness"]
+__all__ = ["Novelty", "Wariness", "lead"]
 
-NEAR_QUANTILE, FAR_QUANTILE = 0.5, 0.9
+NEAR_QUANTILE, FAR_QUANTILE = 0.25, 0.9
 """The shares of the points of the fit within which nothing is added, in either way."""
 ROWS_A_DIRECTION = 20
 """So many rows are needed to know the spread along one direction."""
@@ -28,14 +30,15 @@ MOST_ROWS = 1024
 
 
 class Wariness(NamedTuple):
-    """How much variance is added in either way, in units of the squared scale that logits are divided by."""
+    """How much variance is added in either way to an output that is as far ahead as is usual, in units of the squared
+    scale that logits are divided by."""
 
     near: float
     far: float
 
 
 class Novelty(nn.Module):
-    """The extra variance at some features, for all outputs alike: unit · (near √(d/a - 1) + far (d/b - 1)³), where d
+    """The extra variance at a point, for all outputs alike: unit · lead² · (near (d/a - 1) + far (d/b - 1)³), where d
     passes a and b, two quantiles of the distances of the fit."""
 
     def __init__(self, width: int, directions: int) -> None:
@@ -85,9 +88,13 @@ class Novelty(nn.Module):
         aside = (x.square().sum(-1) - along.square().sum(-1)).clamp_min(0.0)
         return ((along.square() / self.spread).sum(-1) + aside / self.rest) / len(self.location)
 
-    def forward(self, features: Tensor) -> Tensor:  # (N,)
+    def forward(
+        self,
+        features: Tensor,  # (N, D)
+        outputs: Tensor,  # (N, C)
+    ) -> Tensor:  # (N,)
         near, far = (self.distance(features) / self.quantiles[:, None] - 1.0).clamp_min(0.0)
-        return self.strengths[0] * near.sqrt() + self.strengths[1] * far**3
+        return lead(outputs).square() * (self.strengths[0] * near + self.strengths[1] * far**3)
 
 
 def principal(centred: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,6 +107,15 @@ def principal(centred: Tensor) -> tuple[Tensor, Tensor]:
     some = centred[:MOST_ROWS]
     variances, left = torch.linalg.eigh(some @ some.mT / len(some))
     return variances.clamp_min(0.0), F.normalize(some.mT @ left, dim=0)
+
+
+def lead(
+    outputs: Tensor,  # (N, C)
+) -> Tensor:  # (N,)
+    """How far the top output is above the mean of the others."""
+    outputs = outputs.double()
+    top, count = outputs.amax(-1), outputs.shape[-1]
+    return (count * top - outputs.sum(-1)) / max(1, count - 1)
 
 
 def direction(features: Tensor) -> Tensor:

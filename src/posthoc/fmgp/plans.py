@@ -55,8 +55,8 @@ CALIBRATION_SLACK, CALIBRATION_PRICE = 0.005, 20.0
 """A calibration error so much above temperature scaling's is free; beyond, 0.005 more must earn a tenth of the loss."""
 WARY_PRICE = 0.003
 """The share of the loss that being wary of new kinds of points may add."""
-FAR = 0.5
-WARINESS = tuple(Wariness(near, FAR) for near in (0.0, 0.1, 0.2, 0.4, 0.8))
+FAR = 1.0
+WARINESS = tuple(Wariness(near, FAR) for near in (0.0, 0.15, 0.3, 0.5))
 """What is tried: how steeply the variance grows beyond the known points cannot be learnt from them."""
 
 
@@ -161,7 +161,7 @@ def kept(rows: Outputs) -> int:
 
 def hopeful(record: Record, y: Tensor, base: Tensor) -> bool:
     log_p = record.plain
-    return gain(losses(Recalibration.of(log_p, y).log_probs(log_p), y), base) > -CLEAR
+    return gain(losses(NONE.again(log_p, y).log_probs(log_p), y), base) > -CLEAR
 
 
 def verdict(records: dict[Plan, Record], y: Tensor) -> Decision:
@@ -177,7 +177,7 @@ def verdict(records: dict[Plan, Record], y: Tensor) -> Decision:
         score = float(losses(log_p, y).mean() / base_losses.mean()) + CALIBRATION_PRICE * max(0.0, excess)
         if gain(losses(log_p, y), base_losses) > CLEAR and score < best_score:
             best, best_score, recalibration = plan, score, correction
-    return Decision(best, recalibration, harmless(records[best], recalibration, y))
+    return with_wariness(Decision(best, recalibration), records[best], y)
 
 
 def gain(found: Tensor, base: Tensor) -> float:
@@ -186,12 +186,18 @@ def gain(found: Tensor, base: Tensor) -> float:
     return float(less.mean() / (less.std() / len(less) ** 0.5).clamp_min(1e-300))
 
 
-def harmless(record: Record, recalibration: Recalibration, y: Tensor) -> Wariness | None:
-    """The wariness that suits known points best, if it costs them next to nothing."""
-    found = {w: float(losses(recalibration.log_probs(record[w]), y).mean()) for w in record.parts}
-    wary = {w: loss for w, loss in found.items() if w is not None}
-    best = min(wary, key=wary.__getitem__, default=None)
-    return best if best is not None and wary[best] <= (1.0 + WARY_PRICE) * found[None] else None
+def with_wariness(plain: Decision, record: Record, y: Tensor) -> Decision:
+    """The wariness that suits known points best, if it costs them next to nothing, and the confidence corrected for
+    it."""
+    loss = float(losses(plain.recalibration.log_probs(record.plain), y).mean())
+    found = {}
+    for wariness in (w for w in record.parts if w is not None):
+        correction = plain.recalibration.again(record[wariness], y)
+        found[wariness, correction] = float(losses(correction.log_probs(record[wariness]), y).mean())
+    best = min(found, key=found.__getitem__, default=None)
+    if best is None or found[best] > (1.0 + WARY_PRICE) * loss:
+        return plain
+    return Decision(plain.plan, recalibration=best[1], wariness=best[0])
 
 
 def losses(log_p: Tensor, y: Tensor) -> Tensor:  # (N,)
