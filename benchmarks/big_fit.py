@@ -95,7 +95,7 @@ def default_fit(path: str, device_name: str, options: dict[str, Any]) -> dict[st
     before = high_water(device, reset=True)
     with half_is_meant():
         begin = time.perf_counter()
-        with mock.patch("posthoc.fmgp.model.train", timed_train):
+        with mock.patch("posthoc.fmgp.making.train", timed_train):
             method = FMGP(None, "classification", device=device, progress=False, **options).fit(path)
         seconds, peak = time.perf_counter() - begin, high_water(device)
         again = capture(FMGP(None, "classification", device=device, progress=False, **options), path)

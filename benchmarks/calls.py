@@ -83,14 +83,14 @@ def capture(method: FMGP, data: Any) -> Call:
         found.append((objective, list(parameters), source, training, others, torch.get_num_threads()))
         return History()
 
-    with mock.patch("posthoc.fmgp.model.train", keep):
+    with mock.patch("posthoc.fmgp.making.train", keep):
         method.fit(data)
     return Call(method, *found[0])
 
 
 def fit_with(method: FMGP, data: Any, graph: bool | None) -> FMGP:
     """A whole fit, with or without the CUDA graph."""
-    with mock.patch("posthoc.fmgp.model.train", partial(train, graph=graph)):
+    with mock.patch("posthoc.fmgp.making.train", partial(train, graph=graph)):
         return method.fit(data)
 
 

@@ -617,7 +617,7 @@ def test_fit_that_fails_in_training_leaves_an_earlier_one_as_it_was(monkeypatch:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("posthoc.fmgp.model.train", fail)
+    monkeypatch.setattr("posthoc.fmgp.making.train", fail)
     with pytest.raises(KeyboardInterrupt):
         method.fit((inputs(seed=9), values(seed=10)))
     assert same(answers(method.predict(inputs())), before)

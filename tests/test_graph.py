@@ -59,7 +59,7 @@ def fit(case: str, *, graph: bool | None = None, options: dict[str, Any] | None 
     likelihood, own, data = CASES[case]
     method = FMGP(None, likelihood, device="cuda", **{**SMALL, **own, **(options or {})})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("posthoc.fmgp.model.train", functools.partial(train, graph=graph))
+        patch.setattr("posthoc.fmgp.making.train", functools.partial(train, graph=graph))
         return method.fit(more.pop("data", None) or data(400), **more)
 
 
@@ -283,7 +283,7 @@ def test_data_on_the_host_give_the_numbers_of_resident_ones(
                 away.append(self.reader is not None)
 
         few = {"steps": 30, "batch_size": 20, "eval_every": 7}  # which look at fewer rows than there are
-        monkeypatch.setattr("posthoc.fmgp.model.DrawnBatches", Noting)
+        monkeypatch.setattr("posthoc.fmgp.making.DrawnBatches", Noting)
         return fit(case, options=few, data=data, val=CASES[case][2](50, seed=1)), away
 
     data = CASES[case][2](2000)
@@ -292,7 +292,7 @@ def test_data_on_the_host_give_the_numbers_of_resident_ones(
     if mapped:
         save_outputs(data, tmp_path / "outputs")
         data = open_outputs(tmp_path / "outputs")
-    monkeypatch.setattr("posthoc.fmgp.model.KEPT_AWAY", 0)
+    monkeypatch.setattr("posthoc.fmgp.making.KEPT_AWAY", 0)
     kept, where = run(data)
     assert where == [True]
     assert data.outputs.device.type == "cpu"
@@ -313,7 +313,7 @@ def test_reading_ahead_does_not_disturb_the_capture(monkeypatch: pytest.MonkeyPa
     few = {"steps": 30, "batch_size": 10, "eval_every": 10}
     data = classes(1000, c=10)
     expected = fit("ten classes", options=few, data=data)
-    monkeypatch.setattr("posthoc.fmgp.model.KEPT_AWAY", 0)
+    monkeypatch.setattr("posthoc.fmgp.making.KEPT_AWAY", 0)
     monkeypatch.setattr(DrawnBatches, "_read", long)
     found = fit("ten classes", options=few, data=data)
     assert same(numbers(found), numbers(expected))

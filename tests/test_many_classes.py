@@ -19,7 +19,7 @@ from posthoc.fmgp import plans
 from posthoc.fmgp.building import RANK
 from posthoc.fmgp.coupled import CoupledLatent, LowRankLatent
 from posthoc.fmgp.coupling import OutputCovariance
-from posthoc.fmgp.model import TYPICAL
+from posthoc.fmgp.making import TYPICAL
 from posthoc.fmgp.points import AHEAD, VALUES_AHEAD, DrawnBatches
 from posthoc.latent import Latent
 from posthoc.method import AT_ONCE

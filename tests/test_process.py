@@ -112,7 +112,7 @@ def test_a_shared_variance_is_that_of_independent_copies():
 @pytest.mark.parametrize(("kl", "copies"), [("copies", 3), ("once", 1)])
 def test_the_kl_of_a_shared_variance_is_counted_by_name(kl, copies, monkeypatch):
     seen = []
-    monkeypatch.setattr("posthoc.fmgp.model.Objective", lambda *a: seen.append(a) or Objective(*a))
+    monkeypatch.setattr("posthoc.fmgp.making.Objective", lambda *a: seen.append(a) or Objective(*a))
     outputs = Outputs(torch.randn(20, 3), torch.arange(20) % 3)
     FMGP(None, "classification", variance="shared", kl=kl, steps=1, num_inducing=2).fit(outputs)
     assert seen[0][4] == copies

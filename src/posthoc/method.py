@@ -350,6 +350,11 @@ class Method(ABC):
             doubt_logits(outputs.outputs)
         return self._checked(self._as_logits(outputs), targets=targets)
 
+    def _home(self, found: torch.device) -> torch.device:
+        """Where a head lives: on `device`, or where the data were found; Apple's GPUs have no float64."""
+        device = self.device or found
+        return torch.device("cpu") if device.type == "mps" else device
+
     def _as_logits(self, outputs: Outputs) -> Outputs:
         """A classifier's outputs as logits, be they probabilities or a single logit for two classes."""
         said = outputs.outputs

@@ -7,8 +7,8 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Literal, Self, SupportsFloat, TypeVar
 
 import torch
@@ -18,15 +18,15 @@ from posthoc.augmentation import Augmented
 from posthoc.batches import iterate
 from posthoc.checks import choice, integer
 from posthoc.errors import DataError, FileError, LayerError, OptionError
-from posthoc.fmgp.building import Layout, build
+from posthoc.fmgp.building import Layout
 from posthoc.fmgp.head import Head
+from posthoc.fmgp.making import TYPICAL, Maker
 from posthoc.fmgp.novelty import Wariness
-from posthoc.fmgp.objective import Objective, TrainingBatch
+from posthoc.fmgp.objective import TrainingBatch
 from posthoc.fmgp.plans import (
     AUGMENTED,
     FEWEST,
     PRIORS,
-    SCALED,
     WARINESS,
     Decision,
     Plan,
@@ -35,35 +35,24 @@ from posthoc.fmgp.plans import (
     choose,
     shortened,
 )
-from posthoc.fmgp.points import Coordinates, DrawnBatches, FreshBatches, PointView
-from posthoc.fmgp.process import Process
+from posthoc.fmgp.points import PointView
 from posthoc.fmgp.residuals import LearntResiduals, learn_law
-from posthoc.fmgp.scoring import log_probs, validation_score
-from posthoc.inducing import Inducing
-from posthoc.kernels import RBF, Constant, Kernel, as_kernel, describe, kernel_from_spec
+from posthoc.fmgp.scoring import log_probs
+from posthoc.kernels import RBF, Kernel, as_kernel, describe, kernel_from_spec
 from posthoc.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
 from posthoc.method import Job, Method, first_values
 from posthoc.outputs import Outputs, join
 from posthoc.predictive import Predictive
-from posthoc.sharpness import best_inverse
-from posthoc.training import History, Ranks, Source, Training, few_threads, train
+from posthoc.training import History, Ranks, Training
 
 __all__ = ["FMGP"]
 
 T = TypeVar("T")
 
-SMALL = 2e7
-"""Multiplications in a step's largest product, below which threads cost more than they save."""
 FEW_OUTPUTS = 32
 """Up to so many outputs the covariance among them comes with every prediction."""
 AT_ONCE = 2**24
 """Numbers in the largest tensor of a prediction, rows x outputs x inducing points: 128 MB."""
-TYPICAL = 2**16
-"""Rows that units are taken from."""
-PASSES = 20
-"""Multiplications' worth of work for each output of each point."""
-KEPT_AWAY = 2**30
-"""Outputs of more bytes stay in their file or in the host's memory, if a fit reads only some of them."""
 RECIPE = (
     "variance",
     "num_inducing",
@@ -77,8 +66,6 @@ RECIPE = (
     "residuals",
 )
 """Options that decide the numbers of a fit, beside those of training."""
-NOTHING = 1e-12
-"""The variance where there is none: that of temperature scaling."""
 CLASSIFIERS = {"steps": 1000, "lr": 0.01}
 """How classifiers are trained by default: smaller steps suit them."""
 STEPS_A_ROOT, FEWEST_STEPS, MOST_STEPS = 7.0, 200, 2000
@@ -203,9 +190,9 @@ class FMGP(Method):
         training, likelihood = self._schedule(job), self._likelihood
         if self.residuals == "learnt" and LearntResiduals.suit(likelihood, len(job.train)):
             likelihood = LearntResiduals.before(likelihood, self.alpha)
-        head, history = self._train(job, decision.plan, training, likelihood)
+        head, history = self._maker(job).train(job, decision.plan, training, likelihood)
         if isinstance(likelihood, LearntResiduals):
-            learn_law(head, job, lambda part: self._train(part, decision.plan, training, likelihood)[0])
+            learn_law(head, job, lambda part: self._maker(part).train(part, decision.plan, training, likelihood)[0])
         head.recalibration = decision.recalibration
         wariness = Wariness(0.0, self.novelty) if self.novelty is not None else decision.wariness
         if wariness is not None and any(wariness) and self._likelihood.task == "classification":
@@ -246,7 +233,7 @@ class FMGP(Method):
 
     def _attempt(self, trial: Job, plan: Plan, unseen: Outputs) -> Trial:
         """What a plan, fitted on some rows, says of others."""
-        head, _ = self._train(trial, plan, shortened(self.training))
+        head, _ = self._maker(trial).train(trial, plan, shortened(self.training))
         found: Trial = {None: log_probs(head, unseen)}
         for wariness in WARINESS if self.novelty is None else ():
             head.grow_wary(trial.train.spread(TYPICAL).to(head.device), wariness)
@@ -254,65 +241,14 @@ class FMGP(Method):
                 found[wariness] = log_probs(head, unseen)
         return found
 
-    def _train(
-        self, job: Job, plan: Plan, training: Training, likelihood: Likelihood | None = None
-    ) -> tuple[Head, History]:
-        if plan == SCALED:
-            return self._scaled(job), History()
-        ranks, seed, cached = Ranks(), training.seed, self._cached(job)
-        device = self._home(job.train)
-        generator = torch.Generator().manual_seed(seed)
-        # Everything is built beside what is there and takes its place at the end: a failed fit changes nothing.
-        likelihood = copy.deepcopy(likelihood or self._likelihood).to(device)
-        typical = job.train.spread(TYPICAL).to(device)
-        likelihood.start(typical.outputs, known(typical.targets))
-        kernel = copy.deepcopy(self._kernel).to(device)
-        coordinates = Coordinates.of(typical, kernel, standardize=self.standardize)
-        outputs = self._placed(job.train.only(*set(coordinates.spaces) - {"outputs"}), device, training)
-        view = PointView(outputs, coordinates)
-        kernel.start(view.sample(1000, generator), coordinates.default)
-        process = build(self._layout(), plan, kernel, view, outputs, generator)
-        head = Head(process, coordinates, likelihood)
-        ranks.share(list(head.buffers()))
-        one_variance = process.coupling is None or process.separable
-        copies = process.num_outputs if one_variance and plan.kl == "copies" else 1
-        draws = torch.Generator(device).manual_seed(seed) if likelihood.draws else None
-        with ExitStack() as stack:
-            if cached:
-                source: Source = DrawnBatches(view, likelihood, training.batch_size, seed, ranks)
-            else:  # closed whatever happens: suspended batches would keep the network in eval mode
-                source = FreshBatches(stack.enter_context(closing(self._fresh(view, likelihood, job.data))))
-            stack.enter_context(few_threads(cached and self._small(process)))
-            history = train(
-                Objective(process, likelihood, self.alpha, job.num_data, copies, plan.prior, draws),
-                head.parameters(),
-                source,
-                training,
-                score=validation_score(head, job.val) if job.val is not None else None,
-                generator=draws,
-                checkpoint=job.checkpoint,
-            )
-        return head, history
+    def _maker(self, job: Job) -> Maker:
+        """How a head of these options is made of a job's data."""
+        layout = Layout(self.inducing, self.inducing_classes, self.num_inducing, self.output_rank)
+        home = self._home(job.train.outputs.device)
+        fresh = None if self._cached(job) else partial(self._fresh, job.data)
+        return Maker(self._kernel, self._likelihood, layout, self.alpha, self.standardize, home, fresh)
 
-    def _scaled(self, job: Job) -> Head:
-        """Temperature scaling: no variance to speak of."""
-        typical = job.train.only().spread(TYPICAL).to(self._home(job.train))  # it looks at outputs alone
-        likelihood = copy.deepcopy(self._likelihood).to(typical.outputs.device)
-        assert isinstance(likelihood, Categorical)
-        nn.init.constant_(likelihood.log_temperature, -math.log(best_inverse(typical)))
-        kernel = Constant(variance=NOTHING).to(typical.outputs.device)
-        coordinates = Coordinates.of(typical, kernel, standardize=self.standardize)
-        inducing = Inducing(coordinates.points(typical[:1]), torch.zeros(1, dtype=torch.long))
-        return Head(Process(kernel, inducing, typical.outputs.shape[1], None, start=0.0), coordinates, likelihood)
-
-    def _layout(self) -> Layout:
-        return Layout(self.inducing, self.inducing_classes, self.num_inducing, self.output_rank)
-
-    def _small(self, process: Process) -> bool:
-        m, batch = len(process.l_raw), self.training.batch_size
-        return max(m * m * max(m, batch), PASSES * batch * process.num_outputs) < SMALL
-
-    def _fresh(self, view: PointView, likelihood: Likelihood, data: Any) -> Generator[TrainingBatch]:
+    def _fresh(self, data: Any, view: PointView, likelihood: Likelihood) -> Generator[TrainingBatch]:
         """Batches from the network, run anew on what the loader gives."""
         features, inputs = self._needs(fitted=False)
         with self._require_backbone(data).running(features=features, inputs=inputs) as run:
@@ -349,21 +285,6 @@ class FMGP(Method):
             return rows
         width = (coupling.rank or process.num_outputs) * len(process.l_raw)
         return max(1, min(rows, AT_ONCE // width))
-
-    def _home(self, outputs: Outputs) -> torch.device:
-        """Where the head lives: where the outputs are, or on `device`; Apple's GPUs have no float64."""
-        device = self.device or outputs.outputs.device
-        return torch.device("cpu") if device.type == "mps" else device
-
-    def _placed(self, outputs: Outputs, device: torch.device, training: Training) -> Outputs:
-        """Outputs beside the head, unless they are too many for a GPU, or more than the fit will look at."""
-        if device.type == "cuda" and outputs.outputs.device.type == "cpu":
-            read = training.steps * training.batch_size
-            if outputs.nbytes > torch.cuda.mem_get_info(device)[0] // 2 or (
-                outputs.nbytes > KEPT_AWAY and read < len(outputs)
-            ):
-                return outputs
-        return outputs.to(device)
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
         if fitted:

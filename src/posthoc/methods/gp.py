@@ -105,7 +105,7 @@ class GP(Method):
         if job.train.space(self.on) is None:
             other = "features" if self.on == "inputs" else "inputs"
             raise DataError(f'Expected {self.on} for the kernel to look at, got none. Give them, or use on="{other}".')
-        device = self._home(job.train)
+        device = self._home(job.train.outputs.device)
         outputs = job.train.only(self.on)
         head = self._started(outputs, device)
         kind = head.process.shape()["kind"]
@@ -175,11 +175,6 @@ class GP(Method):
     def _fitted_head(self) -> Head:
         assert self.head is not None
         return self.head
-
-    def _home(self, outputs: Outputs) -> torch.device:
-        """Where the head lives: where the outputs are, or on `device`; Apple's GPUs have no float64."""
-        device = self.device or outputs.outputs.device
-        return torch.device("cpu") if device.type == "mps" else device
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
         features = self.on == "features"

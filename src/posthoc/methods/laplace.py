@@ -85,7 +85,7 @@ class Laplace(Method):
     def _fit(self, job: Job) -> None:
         if self.prior == "val" and job.val is None:
             raise OptionError('prior="val" is chosen on validation data: give fit(..., val=...), or use "marglik".')
-        train, home = job.train, self._home(job.train)
+        train, home = job.train, self._home(job.train.outputs.device)
         check_classes(self._likelihood, train)
         if train.features is not None:
             outputs, features = train.outputs.shape[1:].numel(), train.features.shape[1] + 1
@@ -121,11 +121,6 @@ class Laplace(Method):
     def _rows_at_once(self) -> int:
         assert self.posterior is not None
         return min(super()._rows_at_once(), self.posterior.rows_at_once)
-
-    def _home(self, outputs: Outputs) -> torch.device:
-        """Where the posterior lives: where the outputs are, or on `device`; Apple's GPUs have no float64."""
-        device = self.device or outputs.outputs.device
-        return torch.device("cpu") if device.type == "mps" else device
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
         if self.backbone is not None and not self.backbone.has_features:

@@ -139,11 +139,6 @@ class NTKMethod(Method):
             self._refuse_outputs(data)
         yield from super()._stream(data, targets=targets)
 
-    def _home(self, device: torch.device) -> torch.device:
-        """Where it computes: where the outputs are, or on `device`; Apple's GPUs have no float64."""
-        device = self.device or device
-        return torch.device("cpu") if device.type == "mps" else device
-
     def _require_features(self) -> None:
         if self.backbone is not None and not self.backbone.has_features:
             raise LayerError(

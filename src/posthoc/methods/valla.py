@@ -18,7 +18,8 @@ from posthoc.errors import OptionError
 from posthoc.files import check_shapes
 from posthoc.fmgp.building import START, Layout, classes, places
 from posthoc.fmgp.head import Head
-from posthoc.fmgp.model import SMALL, digest_of
+from posthoc.fmgp.making import SMALL
+from posthoc.fmgp.model import digest_of
 from posthoc.fmgp.objective import Objective
 from posthoc.fmgp.points import Coordinates, DrawnBatches, PointView
 from posthoc.fmgp.process import Process

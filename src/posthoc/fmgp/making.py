@@ -1,0 +1,123 @@
+"""How a head is made: built from the data of a job, and trained as a plan says."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from posthoc.fmgp.building import Layout, build
+from posthoc.fmgp.head import Head
+from posthoc.fmgp.objective import Objective, TrainingBatch
+from posthoc.fmgp.plans import SCALED, Plan
+from posthoc.fmgp.points import Coordinates, DrawnBatches, FreshBatches, PointView
+from posthoc.fmgp.process import Process
+from posthoc.fmgp.scoring import validation_score
+from posthoc.inducing import Inducing
+from posthoc.kernels import Constant, Kernel
+from posthoc.likelihoods import Categorical, Likelihood
+from posthoc.method import Job
+from posthoc.outputs import Outputs
+from posthoc.sharpness import best_inverse
+from posthoc.training import History, Ranks, Source, Training, few_threads, train
+
+__all__ = ["SMALL", "TYPICAL", "Maker"]
+
+SMALL = 2e7
+"""Multiplications in a step's largest product, below which threads cost more than they save."""
+TYPICAL = 2**16
+"""Rows that units are taken from."""
+PASSES = 20
+"""Multiplications' worth of work for each output of each point."""
+KEPT_AWAY = 2**30
+"""Outputs of more bytes stay in their file or in the host's memory, if a fit reads only some of them."""
+NOTHING = 1e-12
+"""The variance where there is none: that of temperature scaling."""
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes heads: the options of `FMGP` that decide what one becomes, beside its plan and how it is trained."""
+
+    kernel: Kernel
+    likelihood: Likelihood
+    layout: Layout
+    alpha: float
+    standardize: bool
+    device: torch.device
+    """Where the head will live."""
+    fresh: Callable[[PointView, Likelihood], Generator[TrainingBatch]] | None = None
+    """Gives batches from the network, run anew at every step; None where its outputs are known."""
+
+    def train(
+        self, job: Job, plan: Plan, training: Training, likelihood: Likelihood | None = None
+    ) -> tuple[Head, History]:
+        """A head for the data of a job. Everything is built beside what is there: a failed fit changes nothing."""
+        if plan == SCALED:
+            return self._scaled(job), History()
+        ranks, seed, device = Ranks(), training.seed, self.device
+        generator = torch.Generator().manual_seed(seed)
+        likelihood = copy.deepcopy(likelihood or self.likelihood).to(device)
+        typical = job.train.spread(TYPICAL).to(device)
+        assert typical.targets is not None
+        likelihood.start(typical.outputs, typical.targets)
+        kernel = copy.deepcopy(self.kernel).to(device)
+        coordinates = Coordinates.of(typical, kernel, standardize=self.standardize)
+        outputs = placed(job.train.only(*set(coordinates.spaces) - {"outputs"}), device, training)
+        view = PointView(outputs, coordinates)
+        kernel.start(view.sample(1000, generator), coordinates.default)
+        process = build(self.layout, plan, kernel, view, outputs, generator)
+        head = Head(process, coordinates, likelihood)
+        ranks.share(list(head.buffers()))
+        one_variance = process.coupling is None or process.separable
+        copies = process.num_outputs if one_variance and plan.kl == "copies" else 1
+        draws = torch.Generator(device).manual_seed(seed) if likelihood.draws else None
+        with ExitStack() as stack:
+            if self.fresh is None:
+                source: Source = DrawnBatches(view, likelihood, training.batch_size, seed, ranks)
+            else:  # closed whatever happens: suspended batches would keep the network in eval mode
+                source = FreshBatches(stack.enter_context(closing(self.fresh(view, likelihood))))
+            stack.enter_context(few_threads(self.fresh is None and is_small(process, training.batch_size)))
+            history = train(
+                Objective(process, likelihood, self.alpha, job.num_data, copies, plan.prior, draws),
+                head.parameters(),
+                source,
+                training,
+                score=validation_score(head, job.val) if job.val is not None else None,
+                generator=draws,
+                checkpoint=job.checkpoint,
+            )
+        return head, history
+
+    def _scaled(self, job: Job) -> Head:
+        """Temperature scaling: no variance to speak of."""
+        typical = job.train.only().spread(TYPICAL).to(self.device)  # it looks at outputs alone
+        likelihood = copy.deepcopy(self.likelihood).to(self.device)
+        assert isinstance(likelihood, Categorical)
+        nn.init.constant_(likelihood.log_temperature, -math.log(best_inverse(typical)))
+        kernel = Constant(variance=NOTHING).to(self.device)
+        coordinates = Coordinates.of(typical, kernel, standardize=self.standardize)
+        inducing = Inducing(coordinates.points(typical[:1]), torch.zeros(1, dtype=torch.long))
+        return Head(Process(kernel, inducing, typical.outputs.shape[1], None, start=0.0), coordinates, likelihood)
+
+
+def is_small(process: Process, batch: int) -> bool:
+    """Whether one thread is enough."""
+    m = len(process.l_raw)
+    return max(m * m * max(m, batch), PASSES * batch * process.num_outputs) < SMALL
+
+
+def placed(outputs: Outputs, device: torch.device, training: Training) -> Outputs:
+    """Outputs beside the head, unless they are too many for a GPU, or more than the fit will look at."""
+    if device.type == "cuda" and outputs.outputs.device.type == "cpu":
+        read = training.steps * training.batch_size
+        if outputs.nbytes > torch.cuda.mem_get_info(device)[0] // 2 or (
+            outputs.nbytes > KEPT_AWAY and read < len(outputs)
+        ):
+            return outputs
+    return outputs.to(device)
