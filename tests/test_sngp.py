@@ -202,6 +202,15 @@ def test_monte_carlo_converges_to_the_analytic_predictive(task):
         torch.testing.assert_close(drawn.log_prob(y), exact.log_prob(y), rtol=0, atol=0.2)
 
 
+def test_nothing_is_read_from_memory_that_was_not_written_to():
+    torch.use_deterministic_algorithms(True)  # which fills such memory with NaN
+    try:
+        method = SNGP(mlp(1), "classification", **QUICK).fit((inputs(), labels(classes=2)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert bool(method.predict(inputs()).probs.isfinite().all())
+
+
 def test_a_single_logit_stands_for_two_classes():
     x, y = inputs(), labels(classes=2)
     pred = SNGP(mlp(1), "classification", **QUICK).fit((x, y)).predict(x)

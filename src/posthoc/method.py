@@ -28,6 +28,7 @@ from posthoc.likelihoods import Likelihood, make_likelihood
 from posthoc.logits import KINDS, as_logits
 from posthoc.outputs import Outputs, collect, read
 from posthoc.predictive import Predictive
+from posthoc.saved import Saved
 from posthoc.storage import opened
 from posthoc.training import Checkpoint
 
@@ -69,6 +70,8 @@ class Method(ABC):
     """Whether `mean` is the network's own output."""
     wants_unseen: ClassVar[bool] = False
     """Whether it learns from the network's errors, which must then be those on new data."""
+    load_options: ClassVar[tuple[str, ...]] = ()
+    """What `load` takes beside the network and the device."""
     rows_alone: ClassVar[bool] = True
     """Whether the prediction for a row is the same whatever rows are beside it."""
 
@@ -252,18 +255,15 @@ class Method(ABC):
     ) -> Self:
         """A saved head to predict with, and the network it was fitted on (or none: it then predicts from `Outputs`).
         What only `fit` needs, such as given inducing points, is not in the file."""
+        if unknown := [name for name in extra if name not in cls.load_options]:
+            *others, last = ("model", "device", *cls.load_options)
+            raise OptionError(f"load() takes {', '.join(others)} and {last}, got {', '.join(unknown)}.")
         with torch.inference_mode(False):  # what is loaded inside it would not be of use outside
-            return cls._load(path, model, device, extra)
+            return cls._opened(Saved(path, *read_head(path, cls.name), model, device, extra))
 
     @classmethod
-    def _load(
-        cls,
-        path: str | os.PathLike[str],
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        extra: dict[str, Any],
-    ) -> Self:
-        tensors, config = read_head(path, cls.name)
+    def _opened(cls, saved: Saved) -> Self:
+        config, model = saved.config, saved.model
         found = fingerprint(model) if isinstance(model, nn.Module) else None
         if found is not None and config["network"] is not None and found != config["network"]:
             raise FileError(
@@ -271,11 +271,11 @@ class Method(ABC):
                 f"({found[:12]}): its weights, buffers or layers differ. Load the right weights, or fit again."
             )
         try:
-            method = cls._rebuild(path, tensors, config, model=model, device=device, **extra)
-            method._width = tuple(config["width"])
+            method = cls._rebuild(saved)
+            method._width = saved.width
         except (KeyError, TypeError) as error:
             raise FileError(
-                f"Expected a config that this version can read, found one in {path} that it cannot ({error!r}): "
+                f"Expected a config that this version can read, found one in {saved.path} that it cannot ({error!r}): "
                 "the file was changed; save it again."
             ) from error
         method._fingerprint, method.outputs_are = config["network"], config["outputs_are"]
@@ -309,16 +309,7 @@ class Method(ABC):
 
     @classmethod
     @abstractmethod
-    def _rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        config: dict[str, Any],
-        *,
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        **extra: Any,
-    ) -> Self: ...
+    def _rebuild(cls, saved: Saved) -> Self: ...
 
     @abstractmethod
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
@@ -350,9 +341,10 @@ class Method(ABC):
             doubt_logits(outputs.outputs)
         return self._checked(self._as_logits(outputs), targets=targets)
 
-    def _home(self, found: torch.device) -> torch.device:
-        """Where a head lives: on `device`, or where the data were found; Apple's GPUs have no float64."""
-        device = self.device or found
+    def _home(self, found: torch.device | None = None) -> torch.device:
+        """Where a head lives: on `device`, or where the data were found, or with the network; Apple's GPUs have no
+        float64."""
+        device = self.device or found or (self.backbone.device if self.backbone else None) or torch.device("cpu")
         return torch.device("cpu") if device.type == "mps" else device
 
     def _as_logits(self, outputs: Outputs) -> Outputs:

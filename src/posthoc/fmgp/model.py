@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -39,10 +38,11 @@ from posthoc.fmgp.points import PointView
 from posthoc.fmgp.residuals import LearntResiduals, learn_law
 from posthoc.fmgp.scoring import log_probs
 from posthoc.kernels import RBF, Kernel, as_kernel, describe, kernel_from_spec
-from posthoc.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
+from posthoc.likelihoods import Categorical, Gaussian, Likelihood
 from posthoc.method import Job, Method, first_values
 from posthoc.outputs import Outputs, join
 from posthoc.predictive import Predictive
+from posthoc.saved import Saved
 from posthoc.training import History, Ranks, Training
 
 __all__ = ["FMGP"]
@@ -105,6 +105,7 @@ class FMGP(Method):
 
     name = "fmgp"
     wants_unseen = True
+    load_options = ("kernel",)
 
     def __init__(
         self,
@@ -326,53 +327,37 @@ class FMGP(Method):
         return {**options, "training": self._training(), "head": known(self.head).options()}
 
     @classmethod
-    def _rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        config: dict[str, Any],
-        *,
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        **extra: Any,
-    ) -> Self:
-        kernel = extra.pop("kernel", None)
-        if extra:
-            raise OptionError(f"load() takes model, device and kernel, got {', '.join(extra)}.")
-        options = config["options"]
+    def _rebuild(cls, saved: Saved) -> Self:
+        options, kernel = saved.options, saved.extra.get("kernel")
         shape = options["head"]
         if kernel is None and "gpytorch" in str(shape["kernel"]):
             raise FileError(
                 f"This head has a GPyTorch kernel ({shape['kernel']}), which is not rebuilt from a file since that "
                 "would run code: load(path, kernel=...) with a kernel of the same class."
             )
-        method = cls(
-            model,
-            make_likelihood(config["likelihood"]),
+        method = saved.unfitted(
+            cls,
             kernel=as_kernel(kernel) if kernel is not None else kernel_from_spec(shape["kernel"]),
             variance="shared" if shape["shared"] else "separable" if shape["separable"] else "per_output",
             num_inducing=shape["num_inducing"],
             alpha=options["alpha"],
-            layer=config["layer"],
             standardize=options["standardize"],
             output_rank=shape["rank"],
             kl=options["kl"],
             novelty=options["novelty"],
             residuals=options["residuals"],
-            device=device,
             **options["training"],
         )
         likelihood = copy.deepcopy(method._likelihood)
         if shape["normals"] is not None and isinstance(likelihood, Gaussian):
             likelihood = LearntResiduals(likelihood, shape["normals"])
-        place = method.device or (method.backbone.device if method.backbone else None) or torch.device("cpu")
-        head = Head.rebuild(path, tensors, shape, copy.deepcopy(method._kernel), likelihood)
+        head = Head.rebuild(saved.path, saved.tensors, shape, copy.deepcopy(method._kernel), likelihood)
         if head.process.kernel.spec() != shape["kernel"]:
             raise FileError(
                 f"Expected the kernel this head was fitted with, {shape['kernel']}, "
                 f"found {head.process.kernel.spec()}: give one of the same form."
             )
-        method.head = head.to(torch.device("cpu") if place.type == "mps" else place)
+        method.head = head.to(method._home())
         return method
 
 

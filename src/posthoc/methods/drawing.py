@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from posthoc.batches import Batch
-from posthoc.likelihoods import NOISE_FLOOR, Categorical, Gaussian, Likelihood, columns, make_likelihood
+from posthoc.likelihoods import NOISE_FLOOR, Categorical, Gaussian, Likelihood, columns
 from posthoc.method import Job
 from posthoc.methods.network import NetworkMethod
 from posthoc.predictive import Predictive
 from posthoc.sampled import from_draws
+from posthoc.saved import Saved
 
 __all__ = ["DrawingMethod"]
 
@@ -78,13 +78,11 @@ class DrawingMethod(NetworkMethod):
         return {f"likelihood.{name}": tensor for name, tensor in self.likelihood.state_dict().items()}
 
     @staticmethod
-    def _likelihood_from(config: dict[str, Any], tensors: dict[str, Tensor]) -> Likelihood:
+    def _likelihood_from(saved: Saved) -> Likelihood:
         """The fitted likelihood that `_tensors` wrote."""
-        likelihood = make_likelihood(config["likelihood"])
-        width = config["width"]
-        likelihood.start(torch.zeros(1, *width), torch.ones(1, *width))
+        likelihood = saved.likelihood()
         state = likelihood.state_dict()
-        found = {name: tensors[f"likelihood.{name}"] for name in state}
+        found = {name: saved.tensors[f"likelihood.{name}"] for name in state}
         if wrong := [name for name in state if found[name].shape != state[name].shape]:
             raise KeyError(*wrong)  # which `load` tells of, and of the file
         likelihood.load_state_dict(found)

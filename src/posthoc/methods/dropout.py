@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -14,10 +13,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from posthoc.batches import Batch
 from posthoc.checks import integer
 from posthoc.errors import OptionError
-from posthoc.likelihoods import Likelihood, make_likelihood
+from posthoc.likelihoods import Likelihood
 from posthoc.method import Job
 from posthoc.methods.drawing import DrawingMethod
 from posthoc.methods.network import seeded
+from posthoc.saved import Saved
 from posthoc.stillness import still, turn
 
 __all__ = ["Dropout"]
@@ -69,21 +69,9 @@ class Dropout(DrawingMethod):
         return self._options()
 
     @classmethod
-    def _rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        config: dict[str, Any],
-        *,
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        **extra: Any,
-    ) -> Self:
-        if extra:
-            raise OptionError(f"load() takes model and device, got {', '.join(extra)}.")
-        likelihood = make_likelihood(config["likelihood"])
-        method = cls(model, likelihood, layer=config["layer"], device=device, **config["options"])
-        method._fitted = cls._likelihood_from(config, tensors)
+    def _rebuild(cls, saved: Saved) -> Self:
+        method = saved.unfitted(cls, **saved.options)
+        method._fitted = cls._likelihood_from(saved)
         return method
 
 

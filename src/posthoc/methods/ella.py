@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
 
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 
 from posthoc.batches import Batch
 from posthoc.checks import integer
-from posthoc.errors import DataError, OptionError
-from posthoc.files import check_shapes
+from posthoc.errors import DataError
 from posthoc.inducing import distinct
 from posthoc.latent import FactorLatent
-from posthoc.likelihoods import Gaussian, Likelihood, make_likelihood
+from posthoc.likelihoods import Gaussian, Likelihood
 from posthoc.method import Job
 from posthoc.methods.laplace import linearised
 from posthoc.methods.last_layer import find_last_layer, with_one
@@ -26,6 +24,7 @@ from posthoc.methods.subspace import Candidate, curvature, grid, leading, likeli
 from posthoc.methods.tangents import NTKMethod, TangentBackbone, Weights, check_classes, positive
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive
+from posthoc.saved import Saved
 
 __all__ = ["ELLA"]
 
@@ -248,31 +247,18 @@ class ELLA(NTKMethod):
         return {**fitted, **self._state, **along}
 
     @classmethod
-    def _rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        config: dict[str, Any],
-        *,
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        **extra: Any,
-    ) -> Self:
-        if extra:
-            raise OptionError(f"load() takes model and device, got {', '.join(extra)}.")
-        options = dict(config["options"])
+    def _rebuild(cls, saved: Saved) -> Self:
+        options, tensors, likelihood = saved.options, saved.tensors, saved.likelihood()
         choice = Choice(*options.pop("choice"))
-        method = cls(model, make_likelihood(config["likelihood"]), layer=config["layer"], device=device, **options)
-        likelihood, width = copy.deepcopy(method._likelihood), config["width"]
-        likelihood.start(torch.zeros(1, *width), torch.ones(1, *width))
+        method = saved.unfitted(cls, **options)
         shapes = {f"likelihood.{name}": tuple(tensor.shape) for name, tensor in likelihood.state_dict().items()}
         k, size = tensors["directions"].shape
         if method.weights == "all":
             size = method._jacobian().size
         else:
             shapes["classes"] = (k,)
-        check_shapes(path, tensors, {**shapes, "directions": (k, size), "factor": (k, k)})
-        place = method._home((method.backbone.device if method.backbone else None) or torch.device("cpu"))
+        saved.check({**shapes, "directions": (k, size), "factor": (k, k)})
+        place = method._home()
         state = {name: t.to(place) for name, t in tensors.items() if not name.startswith("likelihood.")}
         likelihood.load_state_dict({name: tensors[f"likelihood.{name}"] for name in likelihood.state_dict()})
         if method.weights == "all":

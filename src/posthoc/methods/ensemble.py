@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from posthoc.backbone import read_outputs
 from posthoc.batches import Batch
 from posthoc.errors import DataError, OptionError
-from posthoc.likelihoods import Likelihood, make_likelihood
+from posthoc.likelihoods import Likelihood
 from posthoc.method import Job
 from posthoc.methods.drawing import DrawingMethod
+from posthoc.saved import Saved
 from posthoc.stillness import still, turn
 
 __all__ = ["Ensemble"]
@@ -70,20 +71,9 @@ class Ensemble(DrawingMethod):
         return super().load(path, model=together(model), device=device, **extra)
 
     @classmethod
-    def _rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        config: dict[str, Any],
-        *,
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        **extra: Any,
-    ) -> Self:
-        if extra:
-            raise OptionError(f"load() takes model and device, got {', '.join(extra)}.")
-        method = cls(model, make_likelihood(config["likelihood"]), layer=config["layer"], device=device)
-        method._fitted = cls._likelihood_from(config, tensors)
+    def _rebuild(cls, saved: Saved) -> Self:
+        method = saved.unfitted(cls)
+        method._fitted = cls._likelihood_from(saved)
         return method
 
 

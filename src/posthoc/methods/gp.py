@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -12,16 +11,16 @@ from torch import Tensor, nn
 
 from posthoc.checks import choice, integer
 from posthoc.errors import DataError, LayerError, OptionError
-from posthoc.files import check_shapes
 from posthoc.fmgp.objective import TrainingBatch
 from posthoc.fmgp.points import Coordinates, DrawnBatches, PointView, location_and_scale
 from posthoc.inducing import kmeans
 from posthoc.integrations.extras import require
 from posthoc.latent import IndependentLatent
-from posthoc.likelihoods import Gaussian, Likelihood, columns, make_likelihood
+from posthoc.likelihoods import Gaussian, Likelihood, columns
 from posthoc.method import Job, Method
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive, working_dtype
+from posthoc.saved import Saved
 from posthoc.training import History, Ranks, Training, train
 
 if TYPE_CHECKING:
@@ -197,25 +196,12 @@ class GP(Method):
         return self._fitted_head().state_dict()
 
     @classmethod
-    def _rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        config: dict[str, Any],
-        *,
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        **extra: Any,
-    ) -> Self:
-        if extra:
-            raise OptionError(f"load() takes model and device, got {', '.join(extra)}.")
-        options, likelihood = config["options"], make_likelihood(config["likelihood"])
-        method = cls(model, likelihood, layer=config["layer"], device=device, **options["given"])
-        head = Head.blank(method, options["process"])
-        check_shapes(path, tensors, {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()})
-        head.load_state_dict(tensors)
-        place = method.device or (method.backbone.device if method.backbone else None) or torch.device("cpu")
-        method.head = head.to(torch.device("cpu") if place.type == "mps" else place)
+    def _rebuild(cls, saved: Saved) -> Self:
+        method = saved.unfitted(cls, **saved.options["given"])
+        head = Head.blank(method, saved.options["process"])
+        saved.check({name: tuple(tensor.shape) for name, tensor in head.state_dict().items()})
+        head.load_state_dict(saved.tensors)
+        method.head = head.to(method._home())
         return method
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any, Self
@@ -15,14 +14,14 @@ from torch import Tensor, nn
 from posthoc.batches import Batch
 from posthoc.checks import integer
 from posthoc.errors import DataError, FileError, OptionError, PosthocWarning
-from posthoc.files import check_shapes
 from posthoc.integrations.extras import require
-from posthoc.likelihoods import Gaussian, Likelihood, make_likelihood
+from posthoc.likelihoods import Gaussian, Likelihood
 from posthoc.method import Job
 from posthoc.methods.drawing import DrawingMethod, set_noise
 from posthoc.methods.flipout import Reweighted
 from posthoc.methods.hmc_sampler import Chains, WeightPosterior, diagnose, noise_bound, sample
 from posthoc.methods.network import LabelledBatch, seeded
+from posthoc.saved import Saved
 from posthoc.stillness import still
 from posthoc.training import few_threads
 
@@ -215,30 +214,20 @@ class HMC(DrawingMethod):
         return {**super()._tensors(), "weights": self.weights, **noise}
 
     @classmethod
-    def _rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        config: dict[str, Any],
-        *,
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        **extra: Any,
-    ) -> Self:
-        options = dict(config["options"])
+    def _rebuild(cls, saved: Saved) -> Self:
+        options, tensors = saved.options, saved.tensors
         names, diagnostics = options.pop("names"), options.pop("diagnostics")
-        likelihood = make_likelihood(config["likelihood"])
-        method = cls(model, likelihood, layer=config["layer"], device=device, **options, **extra)
-        method._fitted = cls._likelihood_from(config, tensors)
+        method = saved.unfitted(cls, **options)
+        method._fitted = cls._likelihood_from(saved)
         parameters = dict(method.module.named_parameters())
         if missing := set(names) - parameters.keys():
             raise FileError(f"Expected a network with the weights {', '.join(sorted(missing))}, found none in it.")
         draws = method.chains * method.samples
         expected = {name: tuple(tensor.shape) for name, tensor in DrawingMethod._tensors(method).items()}
         expected["weights"] = (draws, sum(parameters[name].numel() for name in names))
-        if isinstance(likelihood, Gaussian):
-            expected["noise"] = (draws, math.prod(config["width"]))
-        check_shapes(path, tensors, expected)
+        if isinstance(method._fitted, Gaussian):
+            expected["noise"] = (draws, math.prod(saved.width))
+        saved.check(expected)
         method.names, method.diagnostics = names, diagnostics
         method.weights, method.noise = tensors["weights"], tensors.get("noise")
         return method

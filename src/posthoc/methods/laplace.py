@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable
 from typing import Any, Literal, Self
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from posthoc.checks import choice
 from posthoc.errors import DataError, LayerError, OptionError
-from posthoc.files import check_shapes
 from posthoc.likelihoods import Categorical, Likelihood, make_likelihood
 from posthoc.method import Job, Method
 from posthoc.methods.curvature import FORMS, Curvature, Dense, Diagonal, Form, Kronecker, require_room
@@ -21,6 +19,7 @@ from posthoc.methods.last_layer import find_last_layer
 from posthoc.methods.posterior import Posterior, fit_posterior, refine
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive
+from posthoc.saved import Saved
 
 __all__ = ["FEW_OUTPUTS", "Laplace", "check_classes", "checked_prior", "linearised"]
 
@@ -149,30 +148,15 @@ class Laplace(Method):
         return self.posterior.state_dict()
 
     @classmethod
-    def _rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        config: dict[str, Any],
-        *,
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        **extra: Any,
-    ) -> Self:
-        if extra:
-            raise OptionError(f"load() takes model and device, got {', '.join(extra)}.")
-        options, width = config["options"], config["width"]
-        chosen = {"curvature": options["curvature"], "prior": options["prior"]}
-        method = cls(model, make_likelihood(config["likelihood"]), layer=config["layer"], device=device, **chosen)
-        likelihood = copy.deepcopy(method._likelihood)
-        likelihood.start(torch.zeros(1, *width), torch.ones(1, *width))
+    def _rebuild(cls, saved: Saved) -> Self:
+        options = saved.options
+        method = saved.unfitted(cls, curvature=options["curvature"], prior=options["prior"])
         blank = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in options["shapes"].items()}
         held = KINDS[options["kind"]](**blank)
-        posterior = Posterior(held, likelihood, num_features=options["num_features"], bias=options["bias"])
-        check_shapes(path, tensors, {name: tuple(tensor.shape) for name, tensor in posterior.state_dict().items()})
-        posterior.load_state_dict(tensors)
-        place = method.device or (method.backbone.device if method.backbone else None) or torch.device("cpu")
-        method.posterior = posterior.to(torch.device("cpu") if place.type == "mps" else place)
+        posterior = Posterior(held, saved.likelihood(), num_features=options["num_features"], bias=options["bias"])
+        saved.check({name: tuple(tensor.shape) for name, tensor in posterior.state_dict().items()})
+        posterior.load_state_dict(saved.tensors)
+        method.posterior = posterior.to(method._home())
         return method
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from posthoc.checks import choice, integer
 from posthoc.errors import DataError, OptionError
 from posthoc.integrations.extras import require
 from posthoc.latent import Latent
-from posthoc.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
+from posthoc.likelihoods import Categorical, Gaussian, Likelihood
 from posthoc.method import Job
 from posthoc.methods.evidence import best_evidence
 from posthoc.methods.laplace import FEW_OUTPUTS, check_classes, checked_prior, linearised
@@ -25,6 +24,7 @@ from posthoc.methods.network import NetworkMethod
 from posthoc.methods.posterior import settle_noise
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive
+from posthoc.saved import Saved
 
 __all__ = ["LaplaceTorch"]
 
@@ -53,6 +53,7 @@ class LaplaceTorch(NetworkMethod):
     """
 
     name = "laplace-torch"
+    load_options = ("batch_size", "max_gigabytes")
 
     def __init__(
         self,
@@ -197,23 +198,10 @@ class LaplaceTorch(NetworkMethod):
         return {**tensors, **{f"H.{number}": part for number, part in enumerate(flat(held["H"]))}}
 
     @classmethod
-    def _rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        config: dict[str, Any],
-        *,
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        **extra: Any,
-    ) -> Self:
-        options, width = config["options"], config["width"]
+    def _rebuild(cls, saved: Saved) -> Self:
+        options, tensors, likelihood = saved.options, saved.tensors, saved.likelihood()
         recipe = {name: options[name] for name in ("subset", "hessian", "subnetwork", "prior")}
-        method = cls(
-            model, make_likelihood(config["likelihood"]), layer=config["layer"], device=device, **recipe, **extra
-        )
-        likelihood = copy.deepcopy(method._likelihood)
-        likelihood.start(torch.zeros(1, *width), torch.ones(1, *width))
+        method = saved.unfitted(cls, **recipe, **saved.extra)
         likelihood.load_state_dict({name: tensors[f"likelihood.{name}"] for name in likelihood.state_dict()})
         approximation = method._made()
         home = method.module_device

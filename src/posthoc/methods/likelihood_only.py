@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
@@ -11,13 +10,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from posthoc.errors import OptionError
-from posthoc.files import check_shapes
 from posthoc.latent import IndependentLatent
-from posthoc.likelihoods import Likelihood, make_likelihood
+from posthoc.likelihoods import Likelihood
 from posthoc.method import Job, Method
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive
+from posthoc.saved import Saved
 
 __all__ = ["LikelihoodOnly"]
 
@@ -74,23 +72,9 @@ class LikelihoodOnly(Method):
         return {}
 
     @classmethod
-    def _rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        config: dict[str, Any],
-        *,
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        **extra: Any,
-    ) -> Self:
-        if extra:
-            raise OptionError(f"load() takes model and device, got {', '.join(extra)}.")
-        method = cls(model, make_likelihood(config["likelihood"]), layer=config["layer"], device=device)
-        likelihood = copy.deepcopy(method._likelihood)
-        width = config["width"]
-        likelihood.start(torch.zeros(1, *width), torch.ones(1, *width))
-        check_shapes(path, tensors, {name: tuple(tensor.shape) for name, tensor in likelihood.state_dict().items()})
-        likelihood.load_state_dict(tensors)
+    def _rebuild(cls, saved: Saved) -> Self:
+        method, likelihood = saved.unfitted(cls), saved.likelihood()
+        saved.check({name: tuple(tensor.shape) for name, tensor in likelihood.state_dict().items()})
+        likelihood.load_state_dict(saved.tensors)
         method._fitted = likelihood
         return method

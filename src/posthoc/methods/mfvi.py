@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Self
 
@@ -15,12 +14,13 @@ from posthoc.batches import Batch
 from posthoc.checks import choice, integer
 from posthoc.errors import FileError, OptionError
 from posthoc.files import check_shapes
-from posthoc.likelihoods import Gaussian, Likelihood, make_likelihood
+from posthoc.likelihoods import Gaussian, Likelihood
 from posthoc.method import Job
 from posthoc.methods.finetuning import FinetunedMethod, positive
 from posthoc.methods.flipout import Reweighted, flipout, layers, noisy_parameters, sampled
 from posthoc.predictive import Predictive
 from posthoc.sampled import from_draws
+from posthoc.saved import Saved
 
 __all__ = ["MFVI", "MeanField"]
 
@@ -158,18 +158,8 @@ class MFVI(FinetunedMethod):
         return self._options()
 
     @classmethod
-    def _rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        config: dict[str, Any],
-        *,
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        **extra: Any,
-    ) -> Self:
-        likelihood = make_likelihood(config["likelihood"])
-        method = cls(model, likelihood, layer=config["layer"], device=device, **config["options"], **extra)
+    def _rebuild(cls, saved: Saved) -> Self:
+        method, tensors, path = saved.unfitted(cls, **saved.options), saved.tensors, saved.path
         shapes = {name: tuple(p.shape) for name, p in method.module.named_parameters()}
         found = {
             kind: {name.removeprefix(f"{kind}."): t for name, t in tensors.items() if name.startswith(f"{kind}.")}
@@ -183,7 +173,7 @@ class MFVI(FinetunedMethod):
         home = method.module_device
         method.log_std = {name: value.to(home) for name, value in found["log_std"].items()}
         method._moved = {name: value.to(home) for name, value in moved.items()}
-        method._fitted = cls._likelihood_from(config, tensors)
+        method._fitted = cls._likelihood_from(saved)
         return method
 
 

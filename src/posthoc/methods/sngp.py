@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, Self
 
@@ -15,7 +14,7 @@ from posthoc.checks import choice, integer
 from posthoc.errors import OptionError
 from posthoc.files import check_shapes
 from posthoc.latent import IndependentLatent
-from posthoc.likelihoods import Categorical, Gaussian, Likelihood, columns, make_likelihood
+from posthoc.likelihoods import Categorical, Gaussian, Likelihood, columns
 from posthoc.linalg import cholesky
 from posthoc.logits import as_logits
 from posthoc.method import Job
@@ -23,6 +22,7 @@ from posthoc.methods.drawing import set_noise
 from posthoc.methods.finetuning import FinetunedMethod, certain, positive
 from posthoc.methods.random_features import FeatureLaplace, RandomFeatures, bounded, listening, settle_bounds
 from posthoc.predictive import Predictive
+from posthoc.saved import Saved
 from posthoc.stillness import still, turn
 
 __all__ = ["SNGP"]
@@ -139,6 +139,8 @@ class SNGP(FinetunedMethod):
         assert isinstance(old, nn.Linear)
         features = RandomFeatures(old.in_features, self.num_features, generator)
         linear = nn.utils.skip_init(nn.Linear, self.num_features, old.out_features)
+        for parameter in linear.parameters():  # the network is run, to look at its features, before they have values
+            nn.init.zeros_(parameter)
         network.set_submodule(self._last, nn.Sequential(features, linear).to(old.weight).eval())
         return Head(features, linear)
 
@@ -237,27 +239,17 @@ class SNGP(FinetunedMethod):
         return self._options()
 
     @classmethod
-    def _rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        config: dict[str, Any],
-        *,
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        **extra: Any,
-    ) -> Self:
-        likelihood = make_likelihood(config["likelihood"])
-        method = cls(model, likelihood, layer=config["layer"], device=device, **config["options"], **extra)
+    def _rebuild(cls, saved: Saved) -> Self:
+        method, tensors = saved.unfitted(cls, **saved.options), saved.tensors
         network = copy.deepcopy(method.module).eval().requires_grad_(False)
         size, width = method.num_features, len(method._replace_last(network).linear.bias)
         expected = {name: tuple(tensor.shape) for name, tensor in named_tensors(network).items()}
         own = {name: tensor for name, tensor in tensors.items() if not name.startswith("likelihood.")}
-        check_shapes(path, own, {**expected, "basis": (size, size), "variances": (size, width)})
+        check_shapes(saved.path, own, {**expected, "basis": (size, size), "variances": (size, width)})
         weights = {name.removeprefix("network."): tensors[name] for name in expected}
         network.load_state_dict(weights, strict=False)  # what is not a tensor is not in the file
         method.network, method.covariance = network, FeatureLaplace(tensors["basis"], tensors["variances"])
-        method._fitted = cls._likelihood_from(config, tensors)
+        method._fitted = cls._likelihood_from(saved)
         return method
 
 

@@ -33,6 +33,7 @@ from posthoc.methods.tangent_process import Covariances, TangentProcess, fixed_c
 from posthoc.methods.tangents import NTKMethod, TangentBackbone, Weights, check_classes, positive
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive
+from posthoc.saved import Saved
 from posthoc.training import History, Ranks, Training, few_threads, train
 
 __all__ = ["VaLLA"]
@@ -254,26 +255,14 @@ class VaLLA(NTKMethod):
         return {**own, "training": self._training(), "head": self.head.options()}
 
     @classmethod
-    def _rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        config: dict[str, Any],
-        *,
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        **extra: Any,
-    ) -> Self:
-        if extra:
-            raise OptionError(f"load() takes model and device, got {', '.join(extra)}.")
-        options = dict(config["options"])
+    def _rebuild(cls, saved: Saved) -> Self:
+        options, path, tensors = saved.options, saved.path, saved.tensors
         shape, training = options.pop("head"), options.pop("training")
-        likelihood = make_likelihood(config["likelihood"])
-        method = cls(model, likelihood, layer=config["layer"], device=device, **options, **training)
+        method = saved.unfitted(cls, **options, **training)
         kernel = LastLayerNTK(bias=shape["kernel"]["bias"])
-        place = method._home((method.backbone.device if method.backbone else None) or torch.device("cpu"))
+        place = method._home()
         if method.weights == "last":
-            head = Head.rebuild(path, tensors, shape, kernel, copy.deepcopy(likelihood))
+            head = Head.rebuild(path, tensors, shape, kernel, copy.deepcopy(method._likelihood))
         else:
             head = method._rebuild_all(path, tensors, shape, kernel, place)
         method.head = head.to(place)

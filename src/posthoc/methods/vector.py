@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,6 +18,7 @@ from posthoc.method import Job
 from posthoc.methods.temperature import Temperature
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive, working_dtype
+from posthoc.saved import Saved
 from posthoc.sharpness import LIMITS, parts
 
 __all__ = ["Vector"]
@@ -108,22 +109,13 @@ class Vector(Temperature):
         return self._options()
 
     @classmethod
-    def _rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        config: dict[str, Any],
-        *,
-        model: nn.Module | Callable[..., Any] | None,
-        device: str | torch.device | None,
-        **extra: Any,
-    ) -> Self:
-        shapes = {"scale": tuple(config["width"]), "bias": tuple(config["width"]), "ridge": ()}
-        own = {name: tensors[name] for name in shapes if name in tensors}
-        check_shapes(path, own, shapes)
-        rest = {name: tensor for name, tensor in tensors.items() if name not in shapes}
-        method = super()._rebuild(path, rest, config, model=model, device=device, **extra)
-        method.ridge, method.seed = config["options"]["ridge"], config["options"]["seed"]
+    def _rebuild(cls, saved: Saved) -> Self:
+        shapes = {"scale": saved.width, "bias": saved.width, "ridge": ()}
+        own = {name: saved.tensors[name] for name in shapes if name in saved.tensors}
+        check_shapes(saved.path, own, shapes)
+        rest = {name: tensor for name, tensor in saved.tensors.items() if name not in shapes}
+        method = super()._rebuild(replace(saved, tensors=rest))
+        method.ridge, method.seed = saved.options["ridge"], saved.options["seed"]
         method.scale, method.bias, method.chosen_ridge = own["scale"], own["bias"], float(own["ridge"])
         return method
 
