@@ -103,6 +103,18 @@ def test_the_wariness_that_suits_known_rows_best_is_taken_unless_it_harms_them()
     assert decide(scaled=lambda y: said(y, 1.0)).wariness is None
 
 
+def test_who_is_clearly_worse_than_the_best_so_far_is_not_tried_again():
+    tried: list[Plan] = []
+    sureness = {SCALED: 0.3, ONE: 2.0, TEN: 0.8}
+
+    def attempt(trial: Job, plan: Plan, unseen: Outputs) -> Trial:
+        tried.append(plan)
+        return {None: said(unseen.targets, sureness[plan])}
+
+    assert choose(job(data(900)), [ONE, TEN], attempt).plan == ONE
+    assert {plan: tried.count(plan) for plan in sureness} == {SCALED: plans.FOLDS, ONE: plans.FOLDS, TEN: 1}
+
+
 def test_confidence_is_corrected_for_the_wariness_that_is_taken():
     def too_unsure(y: torch.Tensor) -> Trial:
         return {None: said(y, 1.0), WARY: (0.5 * said(y, 1.1)).log_softmax(-1)}

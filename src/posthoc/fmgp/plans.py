@@ -49,8 +49,8 @@ ROWS_AN_OUTPUT = 10
 PRIORS = (1.0, 10.0, 100.0)
 """How strongly B is held near the identity: once is right for many rows a class, more for few."""
 CLEAR = 2.0
-"""So many standard errors make a difference from temperature scaling: who is that much better may take its place, who
-is that much worse is not tried again."""
+"""So many standard errors make a difference: who is that much better than temperature scaling may take its place, who
+is that much worse than it, or than the best so far, is not tried again."""
 CALIBRATION_SLACK, CALIBRATION_PRICE = 0.005, 20.0
 """A calibration error so much above temperature scaling's is free; beyond, 0.005 more must earn a tenth of the loss."""
 WARY_PRICE = 0.003
@@ -128,9 +128,7 @@ def choose(job: Job, plans: list[Plan], attempt: Callable[[Job, Plan, Outputs], 
         assert unseen.targets is not None
         scaled = records[SCALED].plain
         targets.append(unseen.targets.long().to(scaled.device))  # rows may be kept on the host, away from the head
-        y = torch.cat(targets)
-        base = losses(scaled, y)
-        records = {plan: record for plan, record in records.items() if plan == SCALED or hopeful(record, y, base)}
+        records = hopeful(records, torch.cat(targets))
         if len(records) == 1:
             break
     return verdict(records, torch.cat(targets))
@@ -159,9 +157,17 @@ def kept(rows: Outputs) -> int:
     return max(1, min(ENOUGH, VALUES // rows.outputs[0].numel()))
 
 
-def hopeful(record: Record, y: Tensor, base: Tensor) -> bool:
-    log_p = record.plain
-    return gain(losses(NONE.again(log_p, y).log_probs(log_p), y), base) > -CLEAR
+def hopeful(records: dict[Plan, Record], y: Tensor) -> dict[Plan, Record]:
+    """Those that are not clearly worse than temperature scaling or than the best of them so far."""
+    base = {SCALED: losses(records[SCALED].plain, y)}
+    others = {
+        plan: losses(NONE.again(record.plain, y).log_probs(record.plain), y)
+        for plan, record in records.items()
+        if plan != SCALED
+    }
+    best = min((base | others).values(), key=lambda found: float(found.mean()))
+    kept = base | {plan: found for plan, found in others.items() if gain(found, best) > -CLEAR}
+    return {plan: records[plan] for plan in kept}
 
 
 def verdict(records: dict[Plan, Record], y: Tensor) -> Decision:
