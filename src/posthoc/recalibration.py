@@ -35,10 +35,9 @@ class Recalibration(NamedTuple):
         """What suits these rows best; with a b only where it earns more than it costs to learn (Schwarz, 1978)."""
         found = {}
         for bend in BENDS:
-            scores = log_p.double() / cls(1.0, bend).temperatures(log_p)
-            inverse = best_inverse(Outputs.trusted(outputs=scores, targets=y))
-            right = (inverse * scores).log_softmax(-1).gather(-1, y[:, None])
-            found[cls(1.0 / inverse, bend)] = float(right.sum()) - (0.5 * math.log(len(y)) if bend else 0.0)
+            suited = cls(1.0, bend).again(log_p, y)
+            right = suited.log_probs(log_p).gather(-1, y[:, None])
+            found[suited] = float(right.sum()) - (0.5 * math.log(len(y)) if bend else 0.0)
         return max(found, key=found.__getitem__)
 
     def again(self, log_p: Tensor, y: Tensor) -> Recalibration:

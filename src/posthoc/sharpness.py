@@ -17,6 +17,9 @@ LIMITS = (1e-3, 1e3)
 VALUES_AT_ONCE = 2**22
 """Logits read at once."""
 
+Part = tuple[Tensor, Tensor]
+"""Logits (N, C), the largest of each row zero, and what is true (N,)."""
+
 
 def best_inverse(outputs: Outputs) -> float:
     """The 1/τ at which the likelihood is greatest: Newton's steps, kept within a bracket. The log-likelihood is concave
@@ -43,10 +46,10 @@ def best_inverse(outputs: Outputs) -> float:
     return at
 
 
-def slopes(parts: Iterable[Part], inverse: float) -> tuple[float, float]:
+def slopes(blocks: Iterable[Part], inverse: float) -> tuple[float, float]:
     """The first two derivatives, in 1/τ, of the negative log-likelihood."""
     first = second = 0.0
-    for z, y in parts:
+    for z, y in blocks:
         p = (inverse * z).softmax(-1)
         mean = (p * z).sum(-1)
         wrong = mean - z.gather(-1, y[:, None]).squeeze(-1)
@@ -54,10 +57,6 @@ def slopes(parts: Iterable[Part], inverse: float) -> tuple[float, float]:
         one, two = both.tolist()  # together: a GPU is waited for once
         first, second = first + one, second + two
     return first, second
-
-
-Part = tuple[Tensor, Tensor]
-"""Logits (N, C), the largest of each row zero, and what is true (N,)."""
 
 
 def parts(outputs: Outputs) -> Iterator[Part]:

@@ -74,8 +74,7 @@ class Maker:
         process = build(self.layout, plan, kernel, view, outputs, generator)
         head = Head(process, coordinates, likelihood)
         ranks.share(list(head.buffers()))
-        one_variance = process.coupling is None or process.separable
-        copies = process.num_outputs if one_variance and plan.kl == "copies" else 1
+        copies = process.num_outputs if process.one_variance and plan.kl == "copies" else 1
         draws = torch.Generator(device).manual_seed(seed) if likelihood.draws else None
         with ExitStack() as stack:
             if self.fresh is None:

@@ -48,6 +48,11 @@ class Process(nn.Module):
         self.sizes: list[int] = sizes.tolist()
 
     @property
+    def one_variance(self) -> bool:
+        """Whether a point has one v(x), for all outputs."""
+        return self.coupling is None or self.separable
+
+    @property
     def chol(self) -> Tensor:  # (M, M)
         """L."""
         return self.l_raw.tril()
@@ -72,7 +77,7 @@ class Process(nn.Module):
         return correction(self.chol, kzz)
 
     def _latent(self, k_xz: Tensor, k_diag: Tensor, w: Tensor) -> Latent:
-        if self.coupling is None or self.separable:
+        if self.coupling is None or self.separable:  # `one_variance`, in a form that types can follow
             variance = marginal_variance(k_diag, k_xz, w)
             if self.coupling is not None:
                 return SeparableLatent(self.coupling, variance)
