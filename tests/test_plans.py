@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,25 @@ def decide(n: int = 900, **log_p: Any) -> plans.Decision:
     return choose(job(data(n)), [named[k] for k in log_p if k != "scaled"], attempt)
 
 
+def too_sure_in_places(y: torch.Tensor) -> torch.Tensor:
+    """Sure of half its rows, which are right, and too sure of the others, beyond what a temperature can mend."""
+    rows = torch.arange(len(y))
+    top = torch.where(rows % 4 < 3, y, (y + 1) % 3)
+    sure = torch.where(rows % 4 < 2, 6.0, 1.5)
+    return (sure[:, None] * torch.nn.functional.one_hot(top, 3)).log_softmax(-1)
+
+
+def right(share: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """All rows but one in so many are right, and the confidence says so."""
+
+    def found(y: torch.Tensor) -> torch.Tensor:
+        top = torch.where(torch.arange(len(y)) % share > 0, y, (y + 1) % 3)
+        p = torch.full((len(y), 3), 0.5 / share)
+        return p.scatter(-1, top[:, None], 1.0 - 1.0 / share).log()
+
+    return found
+
+
 def test_the_best_on_rows_held_out_is_chosen():
     assert decide(scaled=lambda y: said(y, 0.5), one=lambda y: said(y, 1.0), ten=lambda y: said(y, 0.7)).plan == ONE
     assert decide(scaled=lambda y: said(y, 0.5), one=lambda y: said(y, 0.8), ten=lambda y: said(y, 1.0)).plan == TEN
@@ -65,19 +85,18 @@ def test_temperature_scaling_stays_unless_another_is_clearly_better():
 
 
 def test_being_better_does_not_buy_being_badly_calibrated(monkeypatch):
-    """Sure of half its rows, which are right, and too sure of the others, beyond what a temperature can mend."""
-
-    def shape(y: torch.Tensor) -> torch.Tensor:
-        rows = torch.arange(len(y))
-        top = torch.where(rows % 4 < 3, y, (y + 1) % 3)
-        sure = torch.where(rows % 4 < 2, 6.0, 1.5)
-        return (sure[:, None] * torch.nn.functional.one_hot(top, 3)).log_softmax(-1)
-
     flat = lambda y: said(y, 0.3, off=0.0)  # noqa: E731
-    assert decide(scaled=flat, one=shape).plan == ONE
+    assert decide(scaled=flat, one=too_sure_in_places).plan == ONE
     monkeypatch.setattr(plans, "CALIBRATION_PRICE", 1e6)
     monkeypatch.setattr(plans, "CALIBRATION_SLACK", -1.0)
-    assert decide(scaled=flat, one=shape).plan == SCALED
+    assert decide(scaled=flat, one=too_sure_in_places).plan == SCALED
+
+
+def test_who_is_badly_calibrated_does_not_put_out_who_is_not(monkeypatch):
+    """Else a great gain would be lost with the one that may not have it."""
+    monkeypatch.setattr(plans, "CALIBRATION_PRICE", 1e6)
+    found = decide(scaled=right(2), one=too_sure_in_places, ten=right(3))
+    assert found.plan == TEN
 
 
 def test_too_much_confidence_is_corrected():
@@ -98,21 +117,22 @@ def test_the_wariness_that_suits_known_rows_best_is_taken_unless_it_harms_them()
     better, worse = Wariness(0.1, 0.5), Wariness(0.2, 0.5)
     found = decide(scaled=lambda y: {None: said(y, 1.0), better: said(y, 1.1), worse: said(y, 0.99)})
     assert (found.plan, found.wariness) == (SCALED, better)
-    assert decide(scaled=lambda y: {None: said(y, 1.0), WARY: said(y, 0.9999)}).wariness == WARY
-    assert decide(scaled=lambda y: {None: said(y, 1.0), WARY: said(y, 0.9)}).wariness is None
+    for wary, taken in ((0.9999, WARY), (0.9, None)):
+        found = decide(scaled=lambda y: said(y, 0.5), one=lambda y: {None: said(y, 1.0), WARY: said(y, wary)})  # noqa: B023
+        assert (found.plan, found.wariness) == (ONE, taken)
     assert decide(scaled=lambda y: said(y, 1.0)).wariness is None
 
 
-def test_who_is_clearly_worse_than_the_best_so_far_is_not_tried_again():
-    tried: list[Plan] = []
-    sureness = {SCALED: 0.3, ONE: 2.0, TEN: 0.8}
+def test_temperature_scaling_pays_nothing_for_wariness():
+    """Who falls back to it must not lose to it."""
 
-    def attempt(trial: Job, plan: Plan, unseen: Outputs) -> Trial:
-        tried.append(plan)
-        return {None: said(unseen.targets, sureness[plan])}
+    def now_and_then(y: torch.Tensor) -> torch.Tensor:
+        """Too sure of every other row, too unsure of the rest: a little worse, and no temperature mends it."""
+        sureness = 1.0 + 0.01 * (-1.0) ** (torch.arange(len(y)) // 3)
+        return (sureness[:, None] * right(3)(y)).log_softmax(-1)
 
-    assert choose(job(data(900)), [ONE, TEN], attempt).plan == ONE
-    assert {plan: tried.count(plan) for plan in sureness} == {SCALED: plans.FOLDS, ONE: plans.FOLDS, TEN: 1}
+    assert decide(scaled=lambda y: {None: right(3)(y), WARY: now_and_then(y)}).wariness is None
+    assert decide(scaled=lambda y: {None: now_and_then(y), WARY: right(3)(y)}).wariness == WARY
 
 
 def test_confidence_is_corrected_for_the_wariness_that_is_taken():

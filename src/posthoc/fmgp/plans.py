@@ -50,7 +50,7 @@ PRIORS = (1.0, 10.0, 100.0)
 """How strongly B is held near the identity: once is right for many rows a class, more for few."""
 CLEAR = 2.0
 """So many standard errors make a difference: who is that much better than temperature scaling may take its place, who
-is that much worse than it, or than the best so far, is not tried again."""
+is that much worse is not tried again."""
 CALIBRATION_SLACK, CALIBRATION_PRICE = 0.005, 20.0
 """A calibration error so much above temperature scaling's is free; beyond, 0.005 more must earn a tenth of the loss."""
 WARY_PRICE = 0.003
@@ -158,32 +158,35 @@ def kept(rows: Outputs) -> int:
 
 
 def hopeful(records: dict[Plan, Record], y: Tensor) -> dict[Plan, Record]:
-    """Those that are not clearly worse than temperature scaling or than the best of them so far."""
-    base = {SCALED: losses(records[SCALED].plain, y)}
-    others = {
-        plan: losses(NONE.again(record.plain, y).log_probs(record.plain), y)
-        for plan, record in records.items()
-        if plan != SCALED
-    }
-    best = min((base | others).values(), key=lambda found: float(found.mean()))
-    kept = base | {plan: found for plan, found in others.items() if gain(found, best) > -CLEAR}
-    return {plan: records[plan] for plan in kept}
+    """Those that are not clearly worse than temperature scaling. Who is worse than another candidate stays: it may be
+    the better calibrated one, which few rows do not show."""
+    base = losses(records[SCALED].plain, y)
+
+    def loss_of(record: Record) -> Tensor:
+        return losses(NONE.again(record.plain, y).log_probs(record.plain), y)
+
+    return {p: record for p, record in records.items() if p == SCALED or gain(loss_of(record), base) > -CLEAR}
 
 
 def verdict(records: dict[Plan, Record], y: Tensor) -> Decision:
-    base = records[SCALED].plain
-    base_losses, error = losses(base, y), calibration_error(base, y)
+    scaled = records[SCALED].plain
+    base = losses(scaled, y)
     best, best_score, recalibration = SCALED, 1.0, NONE
     for plan, record in records.items():
         if plan == SCALED:
             continue
         correction = Recalibration.of(record.plain, y)
         log_p = correction.log_probs(record.plain)
-        excess = calibration_error(log_p, y) - error - CALIBRATION_SLACK
-        score = float(losses(log_p, y).mean() / base_losses.mean()) + CALIBRATION_PRICE * max(0.0, excess)
-        if gain(losses(log_p, y), base_losses) > CLEAR and score < best_score:
+        score = float(losses(log_p, y).mean() / base.mean()) + price(log_p, scaled, y)
+        if gain(losses(log_p, y), base) > CLEAR and score < best_score:
             best, best_score, recalibration = plan, score, correction
-    return with_wariness(Decision(best, recalibration), records[best], y)
+    return with_wariness(Decision(best, recalibration), records[best], y, most=float(base.mean()))
+
+
+def price(log_p: Tensor, scaled: Tensor, y: Tensor) -> float:
+    """What is asked, as a share of temperature scaling's loss, of those that are less well calibrated than it."""
+    excess = calibration_error(log_p, y) - calibration_error(scaled, y)
+    return CALIBRATION_PRICE * max(0.0, excess - CALIBRATION_SLACK)
 
 
 def gain(found: Tensor, base: Tensor) -> float:
@@ -192,16 +195,16 @@ def gain(found: Tensor, base: Tensor) -> float:
     return float(less.mean() / (less.std() / len(less) ** 0.5).clamp_min(1e-300))
 
 
-def with_wariness(plain: Decision, record: Record, y: Tensor) -> Decision:
-    """The wariness that suits known points best, if it costs them next to nothing, and the confidence corrected for
-    it."""
+def with_wariness(plain: Decision, record: Record, y: Tensor, most: float) -> Decision:
+    """The wariness that suits known points best, and the confidence corrected for it, if it costs them next to nothing
+    and leaves no greater loss than `most`."""
     loss = float(losses(plain.recalibration.log_probs(record.plain), y).mean())
     found = {}
     for wariness in (w for w in record.parts if w is not None):
         correction = plain.recalibration.again(record[wariness], y)
         found[wariness, correction] = float(losses(correction.log_probs(record[wariness]), y).mean())
     best = min(found, key=found.__getitem__, default=None)
-    if best is None or found[best] > (1.0 + WARY_PRICE) * loss:
+    if best is None or found[best] > min((1.0 + WARY_PRICE) * loss, most):
         return plain
     return Decision(plain.plan, recalibration=best[1], wariness=best[0])
 
