@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from benchmarks import big_fit, memory, predict_overhead, scaling
+from benchmarks import big_fit, laplace_race, memory, predict_overhead, scaling
 from benchmarks.calls import Steps, capture, same_steps
 from benchmarks.resnet import resnet50
 from benchmarks.shapes import SHAPES
 from benchmarks.simulated import CHUNK, Simulated
 from benchmarks.step_speed import variants
 from benchmarks.tasks import synthetic_classification
-from posthoc import FMGP
+from posthoc import FMGP, Outputs
 from posthoc.errors import FileError
 from posthoc.storage import OutputsWriter, open_outputs
 
@@ -61,6 +61,20 @@ def test_predict_overhead(tmp_path):
     for run in result["runs"].values():
         assert run["milliseconds"].keys() == {"network", "network and FMGP", "the head alone"}
         assert run["met"] == (run["added_time"] <= 0.05)
+
+
+@pytest.mark.parametrize("form", ["kron", "full"])
+def test_laplace_race(form):
+    """On outputs that are linear in the features, both say the same."""
+    pytest.importorskip("laplace")
+    g = torch.Generator().manual_seed(0)
+    features = torch.randn(300, 4, generator=g)
+    logits = 2.0 * features @ torch.randn(4, 3, generator=g)
+    rows = Outputs(logits, torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1), features)
+    found = laplace_race.race(form, rows[:200], rows[200:], rounds=1)
+    assert found["posthoc"]["nll"] == pytest.approx(found["laplace-torch"]["nll"], abs=1e-3)
+    assert not found["agree"]  # with what is known of other data
+    assert found["no_slower"] == (found["posthoc"]["seconds"] <= found["laplace-torch"]["seconds"])
 
 
 def test_memory(tmp_path):
