@@ -79,11 +79,10 @@ def theirs(form: Any, network: nn.Module, train: Outputs, test: Outputs) -> Tens
     assert train.targets is not None
     assert test.features is not None
     data = DataLoader(TensorDataset(train.features, train.targets), batch_size=1000)
-    found = LaplaceTorch(network, "classification", subset_of_weights="last_layer", hessian_structure=form)
+    found: Any = LaplaceTorch(network, "classification", subset_of_weights="last_layer", hessian_structure=form)
     found.fit(data)
     found.optimize_prior_precision(method="marglik")
-    parts: list[Any] = [found(part, link_approx="probit") for part in test.features.split(1000)]
-    return torch.cat(parts)
+    return torch.cat([found(part, link_approx="probit") for part in test.features.split(1000)])
 
 
 def last_layer(train: Outputs) -> nn.Module:
