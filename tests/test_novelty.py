@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posthoc import FMGP, RBF, DataError, OptionError, Outputs
-from posthoc.fmgp.novelty import FAR_QUANTILE, NEAR_QUANTILE, Novelty, lead
+from posthoc.fmgp.novelty import FAR, FLOOR, Novelty, lead
 from posthoc.latent import IndependentLatent, Widened
 
 G = torch.Generator
@@ -42,28 +42,45 @@ def test_distance_is_mahalanobis_of_the_direction():
     np.testing.assert_allclose(novelty.distance(new), expected, rtol=1e-6)
 
 
+def allowance(share: float) -> float:
+    """For a share of 4,000 rows within a quantile that 2,000 others gave."""
+    return 4 * math.sqrt(share * (1 - share)) * (1 / math.sqrt(4000) + 1 / math.sqrt(2000))
+
+
 def test_nothing_is_added_within_the_distance_that_most_points_keep():
     novelty = Novelty.of(features())
     assert novelty is not None
     new = features(4000, seed=2)
     d, outputs = novelty.distance(new), torch.randn(4000, 3, generator=G().manual_seed(0))
     ahead = outputs.double().max(-1).values - (outputs.double().sort(-1).values[:, :2]).mean(-1)
-    for i, (quantile, power) in enumerate(((NEAR_QUANTILE, 1.0), (FAR_QUANTILE, 3.0))):
-        novelty.strengths = 7.0 * torch.nn.functional.one_hot(torch.tensor(i), 2).double()
-        share = float((novelty(new, outputs) == 0).double().mean())
-        spread = math.sqrt(quantile * (1 - quantile))
-        assert share == pytest.approx(quantile, abs=4 * spread / math.sqrt(4000) + 4 * spread / math.sqrt(2000))
-        excess = (d / novelty.quantiles[i] - 1.0).clamp_min(0)
-        torch.testing.assert_close(novelty(new, outputs), 7.0 * ahead**2 * excess**power)
+    novelty.strength = torch.tensor(7.0, dtype=torch.float64)
+    more = novelty.more_variance(d, outputs)
+    assert float((more == 0).double().mean()) == pytest.approx(FAR, abs=allowance(FAR))
+    excess = (d / novelty.quantiles[2] - 1.0).clamp_min(0)
+    torch.testing.assert_close(more, 7.0 * ahead**2 * excess**3)
+
+
+def test_the_scale_follows_a_power_of_the_distance_from_a_floor_up():
+    novelty = Novelty.of(features())
+    assert novelty is not None
+    d = novelty.distance(features(4000, seed=2))
+    novelty.slope = 0.3
+    stretch = novelty.stretch(d).squeeze(-1)
+    least = stretch.min()
+    assert float((stretch == least).double().mean()) == pytest.approx(FLOOR, abs=allowance(FLOOR))
+    assert float((stretch < 1).double().mean()) == pytest.approx(0.5, abs=allowance(0.5))
+    above = stretch > least
+    torch.testing.assert_close(stretch[above], (d[above] / novelty.quantiles[1]) ** 0.3)
+    assert torch.equal(novelty.stretch(torch.zeros(1, dtype=torch.float64)).squeeze(), least)  # not certainty
 
 
 def test_who_is_surer_loses_more_and_no_one_is_surer_than_the_distance_allows():
     novelty = Novelty.of(features())
     assert novelty is not None
-    novelty.strengths = torch.tensor((0.0, 1.0), dtype=torch.float64)
+    novelty.strength = torch.tensor(1.0, dtype=torch.float64)
     new = -features(1, seed=4).expand(3, -1)
     outputs = torch.tensor([[1.0, 0.0, 0.0], [10.0, 0.0, 0.0], [1000.0, 0.0, 0.0]])
-    more = novelty(new, outputs)
+    more = novelty.more_variance(novelty.distance(new), outputs)
     torch.testing.assert_close(more / more[0], torch.tensor([1.0, 1e2, 1e6], dtype=torch.float64))
     confidence = outputs[:, 0] / (1.0 + more).sqrt()
     torch.testing.assert_close(confidence[1], confidence[2], rtol=1e-2, atol=0.0)
@@ -82,7 +99,7 @@ def test_length_does_not_matter_and_direction_does():
     assert novelty is not None
     x = features(20, seed=3)
     torch.testing.assert_close(novelty.distance(100.0 * x), novelty.distance(x))
-    assert float(novelty.distance(-x).min()) > 10 * float(novelty.quantiles[1])
+    assert float(novelty.distance(-x).min()) > 10 * float(novelty.quantiles[2])
 
 
 def test_fewer_rows_than_dimensions_do_not_make_everything_new():
@@ -90,8 +107,8 @@ def test_fewer_rows_than_dimensions_do_not_make_everything_new():
     known, new = torch.randn(200, 1000, generator=g), torch.randn(200, 1000, generator=g)
     novelty = Novelty.of(known)
     assert novelty is not None
-    inside = float((novelty.distance(new) <= novelty.quantiles[1]).double().mean())
-    assert inside == pytest.approx(FAR_QUANTILE, abs=0.15)
+    inside = float((novelty.distance(new) <= novelty.quantiles[2]).double().mean())
+    assert inside == pytest.approx(FAR, abs=0.15)
     assert Novelty.of(known[:99]) is None
 
 
@@ -101,7 +118,9 @@ def test_constant_and_zero_features_are_no_trouble():
     corners = torch.eye(3)[torch.randint(3, (200,), generator=G().manual_seed(0))]
     novelty = Novelty.of(corners)
     assert novelty is not None
-    assert bool(novelty(torch.cat([corners, torch.zeros(1, 3)]), torch.rand(201, 4)).isfinite().all())
+    d = novelty.distance(torch.cat([corners, torch.zeros(1, 3)]))
+    assert bool(novelty.more_variance(d, torch.rand(201, 4)).isfinite().all())
+    assert bool((novelty.stretch(d) > 0.0).all())
 
 
 def test_widened_latent_is_the_sum_of_two():
@@ -132,6 +151,24 @@ def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
     assert torch.equal(again.predict(new).probs, far.probs)
 
 
+def test_a_slope_trusts_usual_points_more_and_unusual_ones_less(tmp_path):
+    data, new = classified(), classified(300, seed=1)
+    wary = FMGP(None, "classification", variance="separable", novelty=1.0, steps=20, num_inducing=10).fit(data)
+    assert wary.head is not None
+    assert wary.head.novelty is not None
+    before = wary.predict(new)
+    wary.head.novelty.slope = 0.4
+    after = wary.predict(new)
+    factor = wary.head.novelty.stretch(wary.head.novelty.distance(new.features))
+    torch.testing.assert_close(after.log_probs, (before.log_probs.double() / factor).log_softmax(-1).float())
+    torch.testing.assert_close(after.variance, (before.variance * factor**2).float())
+    assert torch.equal((after.entropy() > before.entropy()), factor.squeeze(-1) > 1)
+    assert torch.equal(after.probs.argmax(-1), new.outputs.argmax(-1))
+    assert torch.equal(after.mean, before.mean)
+    wary.save(tmp_path / "head")
+    assert torch.equal(FMGP.load(tmp_path / "head").predict(new).probs, after.probs)
+
+
 def test_wide_features_take_their_directions_from_some_rows():
     g = G().manual_seed(0)
     x = torch.randn(3000, 20, generator=g) @ torch.randn(20, 1500, generator=g) + 0.1 * torch.randn(
@@ -141,9 +178,9 @@ def test_wide_features_take_their_directions_from_some_rows():
     assert novelty is not None
     identity = torch.eye(novelty.basis.shape[1], dtype=torch.float64)
     torch.testing.assert_close(novelty.basis.mT @ novelty.basis, identity, rtol=0, atol=1e-8)
-    inside = float((novelty.distance(x[2500:]) <= novelty.quantiles[1]).double().mean())
-    assert inside == pytest.approx(FAR_QUANTILE, abs=0.1)
-    assert float(novelty.distance(torch.randn(50, 1500, generator=g)).min()) > 2 * float(novelty.quantiles[1])
+    inside = float((novelty.distance(x[2500:]) <= novelty.quantiles[2]).double().mean())
+    assert inside == pytest.approx(FAR, abs=0.1)
+    assert float(novelty.distance(torch.randn(50, 1500, generator=g)).min()) > 2 * float(novelty.quantiles[2])
 
 
 def test_it_is_for_classes_with_features():

@@ -240,6 +240,20 @@ class ClassificationPredictive(Predictive):
             probs = torch.where(probs.argmax(-1, keepdim=True) != top, probs.scatter(-1, top, winner), probs)
         return probs
 
+    def tempered(
+        self,
+        factor: Tensor,  # (N, 1)
+    ) -> ClassificationPredictive:
+        """With the temperature of each row, and the spread of its logits, multiplied by so much; means stay."""
+        dtype, covariance = self.log_probs.dtype, self.logit_covariance
+        return replace(
+            self,
+            log_probs=(self.log_probs.double() / factor).log_softmax(-1).to(dtype),
+            logit_variance=(self.logit_variance * factor.square()).to(dtype),
+            temperature=(self.temperature * factor).to(dtype),
+            logit_covariance=None if covariance is None else (covariance * factor.square()[:, :, None]).to(dtype),
+        )
+
     def entropy(self) -> Tensor:  # (N,)
         """The entropy of `probs`, in nats: all the uncertainty about the class."""
         return torch.special.entr(self.log_probs.exp()).sum(-1)

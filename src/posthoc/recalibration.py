@@ -8,7 +8,6 @@ entropy as a share of its largest. The predicted class stays, and means do.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -56,17 +55,7 @@ class Recalibration(NamedTuple):
 
     def __call__(self, pred: ClassificationPredictive) -> ClassificationPredictive:
         """The same logits, with a temperature of its own for each row and the covariance that goes with it."""
-        if self == NONE:
-            return pred
-        t = self.temperatures(pred.log_probs)
-        dtype, covariance = pred.log_probs.dtype, pred.logit_covariance
-        return replace(
-            pred,
-            log_probs=(pred.log_probs.double() / t).log_softmax(-1).to(dtype),
-            logit_variance=(pred.logit_variance * t.square()).to(dtype),
-            temperature=(pred.temperature * t).to(dtype),
-            logit_covariance=None if covariance is None else (covariance * t.square()[:, :, None]).to(dtype),
-        )
+        return pred if self == NONE else pred.tempered(self.temperatures(pred.log_probs))
 
 
 NONE = Recalibration(1.0, 0.0)

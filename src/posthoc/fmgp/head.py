@@ -64,30 +64,36 @@ class Head(nn.Module):
 
     def predictive(self, outputs: Outputs, w: Tensor, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows, with W from `process.prepare()`."""
-        latent = self.latent(outputs, w)
+        latent, novelty, stretch = self.latent(outputs, w), self.novelty, None
+        if novelty is not None:
+            distance = self.distance(outputs, novelty)
+            latent = Widened(latent, novelty.more_variance(distance, outputs.outputs.to(self.device)))
+            stretch = novelty.stretch(distance) if novelty.slope else None
         predictive = self.likelihood.predictive(outputs.outputs, latent, covariance=covariance)
-        return self.recalibration(predictive) if isinstance(predictive, ClassificationPredictive) else predictive
+        if not isinstance(predictive, ClassificationPredictive):
+            return predictive
+        return self.recalibration(predictive if stretch is None else predictive.tempered(stretch))
 
     def latent(self, outputs: Outputs, w: Tensor) -> Latent:
-        """The latent Gaussian at some rows."""
-        latent = self.process.latent(self.coordinates.points(outputs), w)
-        if self.novelty is None:
-            return latent
-        if outputs.features is None or outputs.features.shape[1] != len(self.novelty.location):
+        """The latent Gaussian at some rows, as if none was of a new kind."""
+        return self.process.latent(self.coordinates.points(outputs), w)
+
+    def distance(self, outputs: Outputs, novelty: Novelty) -> Tensor:  # (N,)
+        """How unlike the rows of the fit some rows are."""
+        width = len(novelty.location)
+        if outputs.features is None or outputs.features.shape[1] != width:
             found = "none" if outputs.features is None else str(outputs.features.shape[1])
-            width = len(self.novelty.location)
             raise DataError(f"Expected features of width {width} as in fit, which novelty looks at, got {found}.")
-        return Widened(latent, self.novelty(outputs.features.to(self.device), outputs.outputs.to(self.device)))
+        return novelty.distance(outputs.features.to(self.device))
 
     @torch.no_grad()
     def grow_wary(self, typical: Outputs, wariness: Wariness) -> None:
         """Adds variance away from the features of typical rows, in units of the squared scale that logits are divided
         by there and of their squared lead; where there are no features, or too few rows, it stays as it is. Once wary,
         only how much changes."""
-        novelty, self.novelty = self.novelty, None
-        if novelty is None and typical.features is not None:
-            novelty = Novelty.of(typical.features)
-        if novelty is None:
+        if self.novelty is None and typical.features is not None:
+            self.novelty = Novelty.of(typical.features)
+        if self.novelty is None:
             return
         assert isinstance(self.likelihood, Categorical)
         rows = typical.spread(1024)
@@ -96,8 +102,7 @@ class Head(nn.Module):
         # π/16 Var(f_c - f_t) is what is compared with τ²; a variance g more for each output adds 2 g to that Var.
         unit = (8.0 / math.pi) * (self.likelihood.temperature.square() + math.pi / 16.0 * mean)
         unit = unit / lead(rows.outputs).square().mean().clamp_min(NO_LEAD)
-        novelty.strengths = unit * torch.tensor(wariness, dtype=torch.float64, device=self.device)
-        self.novelty = novelty
+        self.novelty.slope, self.novelty.strength = wariness.slope, unit * wariness.far
 
     def options(self) -> dict[str, Any]:
         """What `rebuild` needs beside the tensors."""
@@ -112,7 +117,7 @@ class Head(nn.Module):
             "separable": self.process.separable,
             "recalibration": list(self.recalibration),
             "rank": coupling.rank if coupling is not None else None,
-            "novelty": list(self.novelty.basis.shape) if self.novelty is not None else None,
+            "novelty": [*self.novelty.basis.shape, self.novelty.slope] if self.novelty is not None else None,
             "normals": getattr(self.likelihood, "normals", None),
         }
 

@@ -1,11 +1,11 @@
 """More variance where a point is unlike those of the fit: nothing that was fitted there says how far off it may be.
 
 A network's features keep their direction where they lose their meaning, so length is put aside: features are divided by
-their length, and the Mahalanobis distance d of what is left tells new kinds of points from known ones. The variance
-grows in two ways: slowly with d among the less usual of the known points, as far as their errors say so (`near`), and
-steeply beyond almost all of them, where there are no errors to learn from (`far`). It is in proportion to the square of
-how far the top output is from the others, as the variance of a linear model is to the squared length of its features:
-however sure the network is, d sets a ceiling on how sure it may be, and who is unsure already is left alone.
+their length, and the Mahalanobis distance d of what is left tells new kinds of points from known ones. Beyond almost
+all known points, where there are no errors to learn from, the variance grows steeply (`far`), in proportion to the
+square of how far the top output is from the others, as the variance of a linear model is to the squared length of its
+features: however sure the network is, d sets a ceiling on how sure it may be. Among known points the whole scale of the
+logits follows a power of d, as far as their errors allow (`slope`): usual ones are trusted more, unusual ones less.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 __all__ = ["Novelty", "Wariness", "lead"]
 
-NEAR_QUANTILE, FAR_QUANTILE = 0.25, 0.9
-"""The shares of the points of the fit within which nothing is added, in either way."""
+FLOOR, USUAL, FAR = 0.05, 0.5, 0.9
+"""Shares of the points of the fit: no point counts as closer than the first of them, the scale of logits stays at the
+second, and variance is added beyond the third."""
 ROWS_A_DIRECTION = 20
 """So many rows are needed to know the spread along one direction."""
 MOST_DIRECTIONS = 128
@@ -30,31 +31,32 @@ MOST_ROWS = 1024
 
 
 class Wariness(NamedTuple):
-    """How much variance is added in either way to an output that is as far ahead as is usual, in units of the squared
-    scale that logits are divided by."""
+    """The power of d that the logits' scale follows; and how much variance is added beyond known points to an output
+    that is as far ahead as is usual, in units of the squared scale that logits are divided by."""
 
-    near: float
+    slope: float
     far: float
 
 
 class Novelty(nn.Module):
-    """The extra variance at a point, for all outputs alike: unit · lead² · (near (d/a - 1) + far (d/b - 1)³), where d
-    passes a and b, two quantiles of the distances of the fit."""
+    """The extra variance at a point, for all outputs alike: unit · lead² · far · (d/b - 1)³, where d passes b; and the
+    factor of the logits' scale, (max(d, a) / m)^slope. a, m and b are quantiles of the distances of the fit."""
 
-    def __init__(self, width: int, directions: int) -> None:
+    def __init__(self, width: int, directions: int, slope: float = 0.0) -> None:
         super().__init__()
+        self.slope = slope
         self.register_buffer("location", torch.zeros(width, dtype=torch.float64))
         self.register_buffer("basis", torch.zeros(width, directions, dtype=torch.float64))
         self.register_buffer("spread", torch.ones(directions, dtype=torch.float64))
         self.register_buffer("rest", torch.ones((), dtype=torch.float64))
-        self.register_buffer("quantiles", torch.ones(2, dtype=torch.float64))
-        self.register_buffer("strengths", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("quantiles", torch.ones(3, dtype=torch.float64))
+        self.register_buffer("strength", torch.zeros((), dtype=torch.float64))
         self.location: Tensor  # (D,)
         self.basis: Tensor  # (D, r), orthonormal
         self.spread: Tensor  # (r,), the variance along each
         self.rest: Tensor  # (), the variance along any other direction
-        self.quantiles: Tensor  # (2,), a and b
-        self.strengths: Tensor  # (2,), unit · near and unit · far
+        self.quantiles: Tensor  # (3,), a, m and b
+        self.strength: Tensor  # (), unit · far
 
     @classmethod
     def of(cls, features: Tensor) -> Novelty | None:
@@ -77,7 +79,7 @@ class Novelty(nn.Module):
         if count < width:
             total = (shaping - location).square().sum() / rows
             novelty.rest = ((total - variances[-count:].sum()) / (width - count)).clamp_min(floor)
-        levels = torch.tensor((NEAR_QUANTILE, FAR_QUANTILE), dtype=torch.float64, device=features.device)
+        levels = torch.tensor((FLOOR, USUAL, FAR), dtype=torch.float64, device=features.device)
         novelty.quantiles = torch.quantile(novelty.distance(others), levels)
         return novelty
 
@@ -88,13 +90,21 @@ class Novelty(nn.Module):
         aside = (x.square().sum(-1) - along.square().sum(-1)).clamp_min(0.0)
         return ((along.square() / self.spread).sum(-1) + aside / self.rest) / len(self.location)
 
-    def forward(
+    def more_variance(
         self,
-        features: Tensor,  # (N, D)
+        distance: Tensor,  # (N,)
         outputs: Tensor,  # (N, C)
     ) -> Tensor:  # (N,)
-        near, far = (self.distance(features) / self.quantiles[:, None] - 1.0).clamp_min(0.0)
-        return lead(outputs).square() * (self.strengths[0] * near + self.strengths[1] * far**3)
+        """What is added to the variance of every output."""
+        beyond = (distance / self.quantiles[2] - 1.0).clamp_min(0.0)
+        return self.strength * lead(outputs).square() * beyond**3
+
+    def stretch(
+        self,
+        distance: Tensor,  # (N,)
+    ) -> Tensor:  # (N, 1)
+        """What the scale of the logits is multiplied by."""
+        return (torch.maximum(distance, self.quantiles[0]) / self.quantiles[1])[:, None] ** self.slope
 
 
 def principal(centred: Tensor) -> tuple[Tensor, Tensor]:

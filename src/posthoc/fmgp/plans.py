@@ -53,11 +53,10 @@ CLEAR = 2.0
 is that much worse is not tried again."""
 CALIBRATION_SLACK, CALIBRATION_PRICE = 0.005, 20.0
 """A calibration error so much above temperature scaling's is free; beyond, 0.005 more must earn a tenth of the loss."""
-WARY_PRICE = 0.003
+WARY_PRICE = 0.001
 """The share of the loss that being wary of new kinds of points may add."""
-FAR = 1.0
-WARINESS = tuple(Wariness(near, FAR) for near in (0.0, 0.15, 0.3, 0.5))
-"""What is tried: how steeply the variance grows beyond the known points cannot be learnt from them."""
+WARINESS = tuple(Wariness(slope, far=1.0) for slope in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5))
+"""What is tried, in rising order: how steeply the variance grows beyond the known points cannot be learnt from them."""
 
 
 class Plan(NamedTuple):
@@ -196,17 +195,15 @@ def gain(found: Tensor, base: Tensor) -> float:
 
 
 def with_wariness(plain: Decision, record: Record, y: Tensor, most: float) -> Decision:
-    """The wariness that suits known points best, and the confidence corrected for it, if it costs them next to nothing
-    and leaves no greater loss than `most`."""
+    """The greatest wariness that costs known points next to nothing and leaves no greater loss than `most`, with the
+    confidence corrected for it."""
     loss = float(losses(plain.recalibration.log_probs(record.plain), y).mean())
-    found = {}
-    for wariness in (w for w in record.parts if w is not None):
-        correction = plain.recalibration.again(record[wariness], y)
-        found[wariness, correction] = float(losses(correction.log_probs(record[wariness]), y).mean())
-    best = min(found, key=found.__getitem__, default=None)
-    if best is None or found[best] > min((1.0 + WARY_PRICE) * loss, most):
-        return plain
-    return Decision(plain.plan, recalibration=best[1], wariness=best[0])
+    allowed = min((1.0 + WARY_PRICE) * loss, most)
+    for wariness in sorted((w for w in record.parts if w is not None), reverse=True):
+        correction = Recalibration.of(record[wariness], y)
+        if float(losses(correction.log_probs(record[wariness]), y).mean()) <= allowed:
+            return Decision(plain.plan, correction, wariness)
+    return plain
 
 
 def losses(log_p: Tensor, y: Tensor) -> Tensor:  # (N,)
