@@ -37,12 +37,11 @@ def best_inverse(outputs: Outputs) -> float:
     at = 1.0
     for _ in range(100):
         slope, curvature = slopes_at(at)
-        low, high = (low, at) if slope > 0.0 else (at, high)
         step = at - slope / curvature if curvature > 0.0 else math.nan
-        following = step if low < step < high else math.sqrt(low * high)
-        if abs(following - at) <= 1e-12 * at:
-            return following
-        at = following
+        if abs(step - at) <= 1e-12 * at:  # before the bracket is asked, one end of which is now here
+            return step
+        low, high = (low, at) if slope > 0.0 else (at, high)
+        at = step if low < step < high else math.sqrt(low * high)
     return at
 
 
