@@ -113,26 +113,57 @@ def test_too_much_confidence_is_corrected():
     assert found.recalibration.temperature == pytest.approx(2.0, rel=0.15)
 
 
-def test_the_greatest_wariness_is_taken_that_does_known_rows_no_harm():
-    little, more, much = (Wariness(slope, 0.5) for slope in (0.1, 0.2, 0.3))
-    found = decide(scaled=lambda y: {None: said(y, 1.0), little: said(y, 1.2), more: said(y, 1.1), much: said(y, 0.9)})
-    assert (found.plan, found.wariness) == (SCALED, more)
-    for wary, taken in ((0.9999, WARY), (0.9, None)):
-        found = decide(scaled=lambda y: said(y, 0.5), one=lambda y: {None: said(y, 1.0), WARY: said(y, wary)})  # noqa: B023
+def unsteady(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`right(3)`, but too sure of every other row and too unsure of the rest: the worse the more, and no temperature
+    mends it."""
+
+    def found(y: torch.Tensor) -> torch.Tensor:
+        sureness = 1.0 + size * (-1.0) ** (torch.arange(len(y)) // 3)
+        return (sureness[:, None] * right(3)(y)).log_softmax(-1)
+
+    return found
+
+
+LITTLE, MORE, MUCH = (Wariness(slope, 0.5) for slope in (0.1, 0.2, 0.3))
+
+
+def test_the_wariness_that_suits_known_rows_best_is_taken():
+    found = decide(
+        scaled=right(2),
+        one=lambda y: {None: right(3)(y), LITTLE: unsteady(0.2)(y), MORE: right(3)(y), MUCH: unsteady(0.2)(y)},
+    )
+    assert (found.plan, found.wariness) == (ONE, MORE)
+
+
+def test_in_doubt_the_greater_wariness_is_taken():
+    doubtful = decide(scaled=right(2), one=lambda y: {None: right(3)(y), LITTLE: right(3)(y), MORE: unsteady(0.01)(y)})
+    assert (doubtful.plan, doubtful.wariness) == (ONE, MORE)
+
+
+def test_wariness_may_cost_known_rows_next_to_nothing():
+    for size, taken in ((0.05, WARY), (0.5, None)):
+        wary = unsteady(size)
+        found = decide(scaled=right(2), one=lambda y: {None: right(3)(y), WARY: wary(y)})  # noqa: B023
         assert (found.plan, found.wariness) == (ONE, taken)
-    assert decide(scaled=lambda y: said(y, 1.0)).wariness is None
+    assert decide(scaled=right(3)).wariness is None
 
 
 def test_temperature_scaling_pays_nothing_for_wariness():
     """Who falls back to it must not lose to it."""
+    assert decide(n=9000, scaled=lambda y: {None: right(3)(y), WARY: unsteady(0.01)(y)}).wariness is None
+    assert decide(scaled=lambda y: {None: unsteady(0.5)(y), WARY: right(3)(y)}).wariness == WARY
+    doubtful = decide(scaled=lambda y: {None: unsteady(0.5)(y), LITTLE: right(3)(y), MORE: unsteady(0.01)(y)})
+    assert doubtful.wariness == LITTLE
 
-    def now_and_then(y: torch.Tensor) -> torch.Tensor:
-        """Too sure of every other row, too unsure of the rest: a little worse, and no temperature mends it."""
-        sureness = 1.0 + 0.01 * (-1.0) ** (torch.arange(len(y)) // 3)
-        return (sureness[:, None] * right(3)(y)).log_softmax(-1)
 
-    assert decide(scaled=lambda y: {None: right(3)(y), WARY: now_and_then(y)}).wariness is None
-    assert decide(scaled=lambda y: {None: now_and_then(y), WARY: right(3)(y)}).wariness == WARY
+def test_what_was_fitted_to_few_rows_must_gain_more():
+    """A slope looks better on the rows it was chosen on than it is, by as much as chance gives a number to fit."""
+
+    def wary(y: torch.Tensor) -> Trial:
+        return {None: unsteady(0.1)(y), MUCH: unsteady(0.05)(y)}
+
+    assert decide(n=300, scaled=wary).wariness is None
+    assert decide(n=9000, scaled=wary).wariness == MUCH
 
 
 def test_confidence_is_corrected_for_the_wariness_that_is_taken():
