@@ -14,7 +14,7 @@ from posthoc.fmgp import plans
 from posthoc.fmgp.novelty import Wariness
 from posthoc.fmgp.plans import FEWEST, FOLDS, SCALED, Plan, Trial, candidates, choose, shortened
 from posthoc.method import Job
-from posthoc.recalibration import NONE
+from posthoc.recalibration import NONE, Recalibration
 from posthoc.training import Training
 
 G = torch.Generator
@@ -174,6 +174,22 @@ def test_confidence_is_corrected_for_the_wariness_that_is_taken():
     plain = decide(scaled=lambda y: said(y, 0.5), one=lambda y: said(y, 1.0))
     assert (found.plan, found.wariness, plain.wariness) == (ONE, WARY, None)
     assert found.recalibration.temperature == pytest.approx(0.5 * plain.recalibration.temperature, rel=0.1)
+
+
+def test_confidence_is_corrected_anew_or_as_before_whichever_is_better():
+    bends = set()
+    for seed in range(12):
+        g = G().manual_seed(seed)
+        log_p = (2.0 * torch.randn(600, 4, generator=g, dtype=torch.float64)).log_softmax(-1)
+        y = torch.multinomial(Recalibration(1.0, 0.3).log_probs(log_p).exp(), 1, generator=g).squeeze(1)
+        record, plain = plans.Record(), plans.Decision(ONE, Recalibration(1.0, 0.4))
+        record.add({WARY: log_p})
+        anew, before = Recalibration.of(log_p.float(), y), plain.recalibration.again(log_p.float(), y)
+        found = plans.corrected(plain, WARY, record, y)
+        losses = [plans.expected_loss(found._replace(recalibration=c), record, y) for c in (anew, before)]
+        assert found.recalibration == (anew if losses[0] <= losses[1] else before)
+        bends.add("before" if found.recalibration == before else "anew")
+    assert bends == {"before", "anew"}
 
 
 def test_each_row_is_held_out_once_and_never_fitted_on_then():

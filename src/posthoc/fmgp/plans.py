@@ -198,7 +198,7 @@ def with_wariness(plain: Decision, record: Record, y: Tensor, most: float) -> De
     """The wariness that suits known points best, or the greatest that is as good for them, with the confidence
     corrected for it; if it costs them next to nothing, and leaves no greater loss than `most`."""
     tried = sorted(wariness for wariness in record.parts if wariness is not None)
-    decisions = [Decision(plain.plan, Recalibration.of(record[wariness], y), wariness) for wariness in tried]
+    decisions = [corrected(plain, wariness, record, y) for wariness in tried]
     found = [expected_loss(decision, record, y) for decision in decisions]
     allowed = min((1.0 + WARY_PRICE) * expected_loss(plain, record, y), most)
     if not found or min(found) > allowed:
@@ -206,6 +206,14 @@ def with_wariness(plain: Decision, record: Record, y: Tensor, most: float) -> De
     # As good: one number more, fitted to as many rows, would make the difference. Temperature scaling takes no chances.
     enough = min(found) + (1.0 / len(y) if plain.plan != SCALED else 0.0)
     return [d for d, loss in zip(decisions, found, strict=True) if loss <= min(allowed, enough)][-1]
+
+
+def corrected(plain: Decision, wariness: Wariness, record: Record, y: Tensor) -> Decision:
+    """The decision to be so wary: the confidence corrected anew, or as before with another temperature."""
+    log_p = record[wariness]
+    corrections = Recalibration.of(log_p, y), plain.recalibration.again(log_p, y)
+    decisions = [Decision(plain.plan, correction, wariness) for correction in corrections]
+    return min(decisions, key=lambda decision: expected_loss(decision, record, y))
 
 
 def expected_loss(decision: Decision, record: Record, y: Tensor) -> float:
