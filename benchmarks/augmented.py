@@ -8,7 +8,6 @@ and the network itself. Last-layer Laplace, fitted on the training set, has an N
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 import warnings
@@ -19,7 +18,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.harness import console, finish, options, yes
+from benchmarks.harness import console, finish, options, with_data, yes
 from posthoc import FMGP, MAP, PosthocWarning
 from posthoc.data import cifar10
 from posthoc.experiments.cifar_networks import normalised, pretrained
@@ -31,13 +30,11 @@ FIGURES = ("nll", "ece", "accuracy")
 
 def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__)
-    parser.add_argument("--data-dir", type=Path, default=os.environ.get("POSTHOC_DATA"))
+    with_data(parser)
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args(argv)
-    if args.data_dir is None:
-        parser.error("name the folder with the data: --data-dir, or POSTHOC_DATA")
-    device, folder = torch.device(args.device), Path(args.data_dir)
+    device, folder = torch.device(args.device), args.data_dir
     model = pretrained(20, folder).to(device)
     (x, y), (x_test, y_test) = (images(folder, part) for part in ("train", "test"))
     x, y = x[: args.images], y[: args.images]

@@ -8,7 +8,6 @@ seeds.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from benchmarks.harness import console, finish, options, synchronise, yes
+from benchmarks.harness import console, finish, options, synchronise, with_data, yes
 from posthoc import FMGP, Outputs, Temperature
 from posthoc.evaluation import scores
 from posthoc.method import Method
@@ -53,15 +52,13 @@ CASES = {
 
 def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__)
-    parser.add_argument("--data-dir", type=Path, default=os.environ.get("POSTHOC_DATA"))
+    with_data(parser)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="cases whose names begin so")
     args = parser.parse_args(argv)
-    if args.data_dir is None:
-        parser.error("name the folder with the data: --data-dir, or POSTHOC_DATA")
     seeds, steps = (1, {"steps": 10}) if args.quick else (args.seeds, {})
     runs = {
-        name: run(case, Path(args.data_dir) / name.partition(",")[0], seeds, torch.device(args.device), steps)
+        name: run(case, args.data_dir / name.partition(",")[0], seeds, torch.device(args.device), steps)
         for name, case in CASES.items()
         if name.startswith(args.only)
     }

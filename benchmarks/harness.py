@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import resource
 import sys
 import time
@@ -33,6 +34,7 @@ __all__ = [
     "synchronise",
     "timed",
     "verdict",
+    "with_data",
     "yes",
 ]
 
@@ -51,6 +53,18 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/NAME-DEVICE.json")
     return parser
+
+
+def with_data(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that names the folder with real data."""
+    folder = os.environ.get("POSTHOC_DATA")
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        default=folder,
+        required=folder is None,
+        help="the folder with the data; default: what POSTHOC_DATA names",
+    )
 
 
 def finish(name: str, args: argparse.Namespace, result: dict[str, Any]) -> None:

@@ -10,10 +10,8 @@ probability, how many classes change, the NLL that the form itself would have, a
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.calibration import read
-from benchmarks.harness import console, finish, options
+from benchmarks.harness import console, finish, options, with_data
 from posthoc import FMGP, Outputs
 
 REFERENCE, AT_ONCE = 100_000, 2000
@@ -84,12 +82,10 @@ FORMS: dict[str, Form] = {
 
 def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__)
-    parser.add_argument("--data-dir", type=Path, default=os.environ.get("POSTHOC_DATA"))
+    with_data(parser)
     parser.add_argument("--rows", type=int, default=500)
     args = parser.parse_args(argv)
-    if args.data_dir is None:
-        parser.error("name the folder with the data: --data-dir, or POSTHOC_DATA")
-    data = read(Path(args.data_dir) / "cifar10_resnet20", "test[:5000]", torch.device("cpu"))
+    data = read(args.data_dir / "cifar10_resnet20", "test[:5000]", torch.device("cpu"))
     screen, runs = console(), {}
     for variance in ("per_output", "separable"):
         options_ = {"steps": 10} if args.quick else {}

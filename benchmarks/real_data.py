@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import with_data
 from benchmarks.machine import describe
 from posthoc import FMGP, Outputs, Predictive
 from posthoc.metrics import CQM, CRPS, NLL
@@ -143,12 +143,10 @@ def cases(folder: Path) -> dict[str, Callable[[int], dict[str, Any]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-dir", type=Path, default=os.environ.get("POSTHOC_DATA"))
+    with_data(parser)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "real_data.json")
     arguments = parser.parse_args()
-    if arguments.data_dir is None:
-        parser.error("name the folder with the data: --data-dir, or POSTHOC_DATA")
     results: dict[str, Any] = {"machine": describe(), "runs": {}}
     for name, run in cases(arguments.data_dir).items():
         results["runs"][name] = runs = [run(seed) for seed in range(arguments.seeds)]

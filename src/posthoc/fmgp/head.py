@@ -89,8 +89,8 @@ class Head(nn.Module):
     @torch.no_grad()
     def grow_wary(self, typical: Outputs, wariness: Wariness) -> None:
         """Adds variance away from the features of typical rows, in units of the squared scale that logits are divided
-        by there and of their squared lead; where there are no features, or too few rows, it stays as it is. Once wary,
-        only how much changes."""
+        by there and of their squared lead, and lets that scale follow the distance; where there are no features, or too
+        few rows, it stays as it is. Once wary, only how much changes."""
         if self.novelty is None and typical.features is not None:
             self.novelty = Novelty.of(typical.features)
         if self.novelty is None:

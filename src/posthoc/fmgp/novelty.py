@@ -1,4 +1,4 @@
-"""More variance where a point is unlike those of the fit: nothing that was fitted there says how far off it may be.
+"""Less confidence where a point is unlike those of the fit: nothing that was fitted says how far off it may be there.
 
 A network's features keep their direction where they lose their meaning, so length is put aside: features are divided by
 their length, and the Mahalanobis distance d of what is left tells new kinds of points from known ones. Beyond almost
