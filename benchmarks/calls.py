@@ -40,12 +40,12 @@ class Call:
     def __post_init__(self) -> None:
         self.start = [p.detach().clone() for p in self.parameters]
 
-    def run(self, steps: int, graph: bool | None = None) -> Steps:
+    def run(self, steps: int, way: str | None = None) -> Steps:
         """So many steps from the start, as `fit` takes them."""
         self._restart()
         with few_threads(self.threads == 1):
             options = replace(self.training, steps=steps)
-            history = train(self.objective, self.parameters, self.source, options, **self.others, graph=graph)
+            history = train(self.objective, self.parameters, self.source, options, **self.others, way=way)
         return self._taken(history.losses)
 
     def by_hand(self, steps: int) -> Steps:
@@ -88,9 +88,9 @@ def capture(method: FMGP, data: Any) -> Call:
     return Call(method, *found[0])
 
 
-def fit_with(method: FMGP, data: Any, graph: bool | None) -> FMGP:
+def fit_with(method: FMGP, data: Any, way: str | None) -> FMGP:
     """A whole fit, with or without the CUDA graph."""
-    with mock.patch("posthoc.fmgp.making.train", partial(train, graph=graph)):
+    with mock.patch("posthoc.fmgp.making.train", partial(train, way=way)):
         return method.fit(data)
 
 

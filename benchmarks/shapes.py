@@ -1,4 +1,4 @@
-"""Training steps at the sizes of image classifiers: replayed from a CUDA graph, and taken one after another.
+"""Training steps at the sizes of image classifiers: replayed, and taken one after another.
 
 Steps a second are those of a long run less a short one, so that what comes before the first step is told apart. Memory
 is the peak of a whole fit, its data included: all that is allocated on a GPU, or what it adds to a fresh process.
@@ -35,7 +35,6 @@ __all__ = ["SHAPES", "Shape", "compare_ways", "show_shapes", "way_names"]
 BATCH, INDUCING, POINTS = 100, 100, 5000
 SHORT, CHECKED = 50, 60
 """Steps of the short run (one block, on a GPU), and steps that are also taken by hand."""
-GRAPH = {"graph": True, "plain": False}
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ SHAPES = {
 
 def way_names(device: torch.device) -> list[str]:
     """The ways to take steps on a device, the one that `fit` takes first."""
-    return ["graph", "plain"] if device.type == "cuda" else ["plain"]
+    return ["graph" if device.type == "cuda" else "recorded", "plain"]
 
 
 def compare_ways(name: str, device: torch.device, rounds: int, seconds: float) -> dict[str, Any]:
@@ -82,8 +81,8 @@ def compare_ways(name: str, device: torch.device, rounds: int, seconds: float) -
     shape, ways = SHAPES[name], way_names(device)
     call = shape.call(device)
     by_hand = call.by_hand(CHECKED)
-    differences = {way: same_steps(call.run(CHECKED, GRAPH[way]), by_hand) for way in ways}
-    runs: dict[str, Run] = {way: partial(call.run, graph=GRAPH[way]) for way in ways}
+    differences = {way: same_steps(call.run(CHECKED, way), by_hand) for way in ways}
+    runs: dict[str, Run] = {way: partial(call.run, way=way) for way in ways}
     counts = {way: enough_steps(run, seconds, device, SHORT) for way, run in runs.items()}
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(rounds):
@@ -110,9 +109,7 @@ def compare_ways(name: str, device: torch.device, rounds: int, seconds: float) -
         "steps_per_round": counts,
         "peak_memory_mib": memory,
         "greatest_difference_from_steps_by_hand": differences,
-        "graph_over_plain_speed": statistics.median(p / g for g, p in zip(steps["graph"], steps["plain"], strict=True))
-        if "graph" in ways
-        else None,
+        "over_plain_speed": statistics.median(p / g for g, p in zip(steps[used], steps["plain"], strict=True)),
         "target": shape.target,
         "met": speed >= shape.steps_per_second and small_enough if device.type == "cuda" else None,
     }
@@ -128,7 +125,7 @@ def fit_memory(name: str, way: str, device_type: str) -> int:
     awake(device)
     gc.collect()
     before = high_water(device, reset=True)
-    fit_with(SHAPES[name].method(device, steps=SHORT), SHAPES[name].data(), GRAPH[way])
+    fit_with(SHAPES[name].method(device, steps=SHORT), SHAPES[name].data(), way)
     return high_water(device) - (before if device.type == "cpu" else 0)
 
 

@@ -1,5 +1,5 @@
 """How fast a training step is: ours, against a plain dense implementation and against the least it could cost; a whole
-default fit against 5,000 steps of the dense one; and the sizes of image classifiers, from a CUDA graph and without.
+default fit against 5,000 steps of the dense one; and the sizes of image classifiers, replayed and not.
 
     python -m benchmarks.step_speed [--quick] [--device cuda] [--only shapes] [--rounds 9] [--out results.json]
 

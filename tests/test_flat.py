@@ -239,7 +239,7 @@ def test_parameters_are_views_while_they_train_and_their_own_afterwards() -> Non
         seen.append(len({storage(p) for p in ps if p.numel()}))
         return sum((p.double() - 1.0).square().sum() for p in ps)  # type: ignore[return-value]
 
-    history = train(objective, ps, Nothing(), Training(steps=5))
+    history = train(objective, ps, Nothing(), Training(steps=5), way="plain")
     assert isinstance(history, History)
     assert seen == [2] * 5  # one vector for each dtype
     assert own_nothing_in_common(ps)

@@ -54,12 +54,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], Callable[..., Outputs]]] = {
 }
 
 
-def fit(case: str, *, graph: bool | None = None, options: dict[str, Any] | None = None, **more: Any) -> FMGP:
+def fit(case: str, *, way: str | None = None, options: dict[str, Any] | None = None, **more: Any) -> FMGP:
     """A fit on the GPU, with a graph or without."""
     likelihood, own, data = CASES[case]
     method = FMGP(None, likelihood, device="cuda", **{**SMALL, **own, **(options or {})})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("posthoc.fmgp.making.train", functools.partial(train, graph=graph))
+        patch.setattr("posthoc.fmgp.making.train", functools.partial(train, way=way))
         return method.fit(more.pop("data", None) or data(400), **more)
 
 
@@ -93,7 +93,7 @@ def test_a_graph_gives_the_numbers_of_ordinary_steps(case: str, calls: dict[str,
     assert calls["graph"] > 1
     assert calls["captured"] == 1
     assert calls["plain"] == 0
-    plain = fit(case, graph=False)
+    plain = fit(case, way="plain")
     assert calls["plain"] > 1
     assert replayed.history.losses == plain.history.losses
     assert same(numbers(replayed), numbers(plain))
@@ -102,7 +102,7 @@ def test_a_graph_gives_the_numbers_of_ordinary_steps(case: str, calls: dict[str,
 
 @cuda
 def test_a_batch_of_all_rows_is_replayed_too(calls: dict[str, int]) -> None:
-    replayed, plain = (fit("ten classes", graph=graph, data=classes(40, c=10)) for graph in (True, False))
+    replayed, plain = (fit("ten classes", way=way, data=classes(40, c=10)) for way in ("graph", "plain"))
     assert calls["captured"] == 1
     assert replayed.history == plain.history
     assert same(numbers(replayed), numbers(plain))
@@ -114,7 +114,7 @@ def test_early_stopping_in_a_graph(calls: dict[str, int]) -> None:
     data = classes(400, c=10)
     sure = data.with_targets(data.outputs.argmax(-1))  # right where it learns, wrong where it is watched
     replayed, plain = (
-        fit("ten classes", graph=graph, options=watched, data=sure, val=data[:60]) for graph in (True, False)
+        fit("ten classes", way=way, options=watched, data=sure, val=data[:60]) for way in ("graph", "plain")
     )
     assert calls["captured"] == 1
     assert replayed.history == plain.history
@@ -145,7 +145,7 @@ def test_a_graph_that_was_interrupted_goes_on_to_the_same_bytes(
             head("never", checkpoint=folder, checkpoint_every=20)
     shutil.copytree(folder, tmp_path / "copy")
     assert head("resumed", checkpoint=folder, resume=True) == expected
-    assert head("resumed in ordinary steps", checkpoint=tmp_path / "copy", resume=True, graph=False) == expected
+    assert head("resumed in ordinary steps", checkpoint=tmp_path / "copy", resume=True, way="plain") == expected
 
 
 @cuda
@@ -170,9 +170,9 @@ def test_draws_on_the_gpu_go_on_too(tmp_path: Path, calls: dict[str, int]) -> No
 @pytest.mark.filterwarnings("ignore::posthoc.PosthocWarning")
 def test_a_graph_whose_numbers_fail_says_what_ordinary_steps_say(calls: dict[str, int]) -> None:
     said = []
-    for graph in (True, False):
+    for way in ("graph", "plain"):
         with pytest.raises(PosthocError) as failure:
-            fit("regression", graph=graph, options={"kernel": RBF(amplitude=1e-3).requires_grad_(False), "lr": 1e6})
+            fit("regression", way=way, options={"kernel": RBF(amplitude=1e-3).requires_grad_(False), "lr": 1e6})
         said.append((type(failure.value), str(failure.value)))
     assert said[0] == said[1]
     assert said[0][0] in (TrainingError, NotPSDError)
@@ -202,7 +202,7 @@ class Numbers:
 
 
 def descend(
-    loss: Callable[[Tensor, Tensor], Tensor], device: str, graph: bool | None, steps: int = 10
+    loss: Callable[[Tensor, Tensor], Tensor], device: str, way: str | None, steps: int = 10
 ) -> tuple[Tensor, History]:
     """Trains two numbers on a loss of them and of the number of the step."""
     parameter = nn.Parameter(torch.tensor([0.3, -0.2], dtype=torch.float64, device=device))
@@ -211,7 +211,7 @@ def descend(
         [parameter],
         Same(device),
         Training(steps=steps, lr=0.1),
-        graph=graph,
+        way=way,
     )
     return parameter.detach().cpu(), history
 
@@ -231,11 +231,11 @@ def singular(p: Tensor, step: Tensor) -> Tensor:
 @cuda
 def test_a_factor_that_fails_in_a_graph_has_its_jitter_in_an_ordinary_step(calls: dict[str, int]) -> None:
     with pytest.warns(PosthocWarning, match="was not positive definite"):
-        replayed = descend(singular, "cuda", True)
+        replayed = descend(singular, "cuda", "graph")
     assert calls["captured"] == 1
     assert calls["plain"] == calls["graph"] == 3  # each block had such a step
     with pytest.warns(PosthocWarning, match="was not positive definite"):
-        plain = descend(singular, "cuda", False)
+        plain = descend(singular, "cuda", "plain")
     assert torch.equal(replayed[0], plain[0])
     assert replayed[1] == plain[1]
 
@@ -246,10 +246,10 @@ def test_one_bad_block_does_not_end_the_graph(calls: dict[str, int]) -> None:
         return singular(p, 2.0 * (step == 5).double()) + waves(p, step)
 
     with pytest.warns(PosthocWarning, match="was not positive definite"):
-        replayed = descend(once, "cuda", True)
+        replayed = descend(once, "cuda", "graph")
     assert calls == {"graph": 3, "plain": 1, "captured": 1}
     with pytest.warns(PosthocWarning, match="was not positive definite"):
-        plain = descend(once, "cuda", False)
+        plain = descend(once, "cuda", "plain")
     assert torch.equal(replayed[0], plain[0])
     assert replayed[1] == plain[1]
 
@@ -261,7 +261,7 @@ def test_a_factor_that_fails_in_ordinary_steps_too_says_so(calls: dict[str, int]
         return cholesky(sign * torch.diag(p.exp()), "my matrix").diagonal().sum()
 
     with pytest.raises(NotPSDError, match="Expected my matrix to be positive definite"):
-        descend(negative, "cuda", True)
+        descend(negative, "cuda", "graph")
     assert calls == {"graph": 2, "plain": 1, "captured": 1}
 
 
@@ -376,7 +376,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("pretended")
 def test_replayed_steps_have_their_own_batch_and_learning_rate(calls: dict[str, int]) -> None:
     """Ten steps in blocks of four: the warm-up leaves no trace, and the last block is shorter than its place."""
-    replayed, plain = descend(waves, "cpu", True), descend(waves, "cpu", False)
+    replayed, plain = descend(waves, "cpu", "graph"), descend(waves, "cpu", "plain")
     assert calls == {"graph": 3, "captured": 1, "plain": 3}
     assert torch.equal(replayed[0], plain[0])
     assert replayed[1] == plain[1]
@@ -390,7 +390,7 @@ def test_a_block_that_fails_is_taken_again_from_where_it_began(calls: dict[str, 
     def loss(p: Tensor, step: Tensor) -> Tensor:
         return waves(p, step) * (math.nan if next(failing) else 1.0)
 
-    replayed, plain = descend(loss, "cpu", True), descend(waves, "cpu", False)
+    replayed, plain = descend(loss, "cpu", "graph"), descend(waves, "cpu", "plain")
     assert calls == {"graph": 3, "captured": 1, "plain": 1 + 3}
     assert torch.equal(replayed[0], plain[0])
     assert replayed[1] == plain[1]
@@ -402,7 +402,7 @@ def test_a_loss_that_stays_bad_is_reported_with_its_step() -> None:
         return waves(p, step) * torch.where(step == 6, math.nan, 1.0)
 
     with pytest.raises(TrainingError, match="became nan at step 7 of 10"):
-        descend(loss, "cpu", True)
+        descend(loss, "cpu", "graph")
 
 
 # Batches by step, and read ahead.

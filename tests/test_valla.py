@@ -17,6 +17,7 @@ from posthoc.fmgp.points import PointView
 from posthoc.likelihoods import Categorical, Gaussian
 from posthoc.methods.tangent_process import DenseLatent
 from posthoc.methods.valla import VaLLA
+from posthoc.training.steps import PlainSteps
 from tests import oracles
 from tests.cases import inputs, labels, mlp, recorded, values
 from tests.linearised import covariance, hessians, jacobian, last_only
@@ -257,16 +258,15 @@ def test_a_fit_that_was_stopped_goes_on_to_the_same_numbers(tmp_path):
     first = VaLLA(model, "classification", **options)
     calls = 0
 
-    def interrupt(*_: Any) -> float:
+    def interrupt() -> None:
         nonlocal calls
         calls += 1
         if calls > 25:
             raise KeyboardInterrupt
-        return 0.0
 
     with pytest.MonkeyPatch.context() as patch:
-        original = Objective.__call__
-        patch.setattr(Objective, "__call__", lambda self, batch: interrupt() or original(self, batch))
+        step = PlainSteps.step
+        patch.setattr(PlainSteps, "step", lambda *args: interrupt() or step(*args))
         with pytest.raises(KeyboardInterrupt):
             first.fit((x, y), checkpoint=tmp_path / "c", checkpoint_every=10)
     assert not first.fitted

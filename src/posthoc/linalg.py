@@ -4,26 +4,41 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 from posthoc.errors import NotPSDError, PosthocWarning
 
-__all__ = ["cholesky"]
+__all__ = ["blindly", "cholesky"]
 
 JITTERS = (1e-10, 1e-8, 1e-6, 1e-4)
 """Relative to the mean of the diagonal, tried in turn."""
+
+BLIND = ContextVar("BLIND", default=False)
+
+
+@contextmanager
+def blindly() -> Iterator[None]:
+    """Inside, operations are noted in order to be done again, and cannot depend on what they compute."""
+    token = BLIND.set(True)
+    try:
+        yield
+    finally:
+        BLIND.reset(token)
 
 
 def cholesky(
     matrix: Tensor,  # (..., M, M), symmetric
     name: str = "the matrix",
 ) -> Tensor:
-    """The lower Cholesky factor; jitter grows with a warning, then `NotPSDError` is raised. Inside a CUDA graph, which
-    cannot look at what it computed, a failed factor is NaN instead."""
+    """The lower Cholesky factor; jitter grows with a warning, then `NotPSDError` is raised. Done `blindly`, a failed
+    factor is NaN instead."""
     factor, info = torch.linalg.cholesky_ex(matrix)
-    if matrix.is_cuda and torch.cuda.is_current_stream_capturing():
+    if BLIND.get():
         return torch.where(info[..., None, None] == 0, factor, math.nan)
     if not info.any():
         return factor

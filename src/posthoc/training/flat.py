@@ -25,7 +25,8 @@ class Flat:
             groups.setdefault((p.dtype, p.device), []).append(p)
         self.values: list[Tensor] = []
         self.grads: list[Tensor] = []
-        for members in groups.values():
+        self.groups = list(groups.values())
+        for members in self.groups:
             values = torch.cat([p.detach().reshape(-1) for p in members])
             grads = torch.zeros_like(values)
             sizes = [p.numel() for p in members]
@@ -39,6 +40,11 @@ class Flat:
 
     def __len__(self) -> int:
         return len(self.parameters)
+
+    def vectors(self, parts: Iterable[Tensor]) -> list[Tensor]:
+        """What belongs to each parameter, put together as the parameters are."""
+        of = dict(zip(map(id, self.parameters), parts, strict=True))
+        return [torch.cat([of[id(p)].reshape(-1) for p in members]) for members in self.groups]
 
     def clear(self) -> None:
         """Sets the gradients to zero."""

@@ -6,11 +6,11 @@ import math
 import threading
 
 import torch
-from torch import Tensor
 
+from posthoc.linalg import blindly
 from posthoc.training.flat import Flat
 from posthoc.training.ranks import Ranks
-from posthoc.training.source import Block, Source
+from posthoc.training.source import Block, Source, tensors
 from posthoc.training.steps import PlainSteps
 
 __all__ = ["GraphSteps"]
@@ -72,7 +72,7 @@ class GraphSteps:
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         # Of this thread alone: another may be reading rows ahead, and allocate memory for them.
-        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+        with blindly(), torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             self._step()
         flat.restore(before)
 
@@ -97,15 +97,3 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)
     return streams[device]
-
-
-def tensors(block: Block) -> list[Tensor]:
-    """The tensors of a block, in the order of its `map`."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    block.map(note)
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,10 +17,14 @@ from posthoc.training.keeper import Keeper
 from posthoc.training.options import History, Training
 from posthoc.training.progress import progress_bar
 from posthoc.training.ranks import Ranks
+from posthoc.training.recorded import RecordedSteps
 from posthoc.training.source import Source
 from posthoc.training.steps import PlainSteps, Steps
 
 __all__ = ["train"]
+
+Way = Literal["graph", "recorded", "plain"]
+"""How steps are taken: replayed from a CUDA graph or, on the CPU, from a list of their operations; or one by one."""
 
 
 def train(
@@ -32,13 +36,13 @@ def train(
     score: Callable[[], float] | None = None,
     generator: torch.Generator | None = None,
     checkpoint: Checkpoint | None = None,
-    graph: bool | None = None,
+    way: Way | None = None,
 ) -> History:
     """Minimises the objective over batches. With a `score` (lower is better, e.g. the loss on validation data), the
     parameters of the best evaluation are kept, and training stops after `patience` evaluations without a better one.
 
-    `generator` is what the objective draws from, so that a checkpoint can hold its state. `graph` says whether steps
-    are captured as a CUDA graph: by default wherever that can be done."""
+    `generator` is what the objective draws from, so that a checkpoint can hold its state. `way` says how steps are
+    taken: by default replayed where they can be. It does not change the numbers."""
     flat, history, ranks = Flat(parameters), History(), Ranks()
     try:
         if not len(flat) or not options.steps:
@@ -46,8 +50,7 @@ def train(
         ranks.share(flat.values)
         keeper = Keeper(flat, score, options.patience, history, ranks)
         plain = PlainSteps(objective, flat, ranks, source.weight)
-        captured = graph if graph is not None else GraphSteps.possible(flat, ranks, source, generator)
-        steps: Steps = GraphSteps(plain, source.ahead) if captured else plain
+        steps = steps_by(way or best_way(flat, ranks, source, generator), plain, source)
         with torch.enable_grad():
             run(steps, flat, keeper, source, options, generator, checkpoint)
         keeper.restore()
@@ -56,6 +59,19 @@ def train(
     finally:
         flat.release()
     return history
+
+
+def best_way(flat: Flat, ranks: Ranks, source: Source, generator: torch.Generator | None) -> Way:
+    """The fastest way to take steps."""
+    if GraphSteps.possible(flat, ranks, source, generator):
+        return "graph"
+    return "recorded" if RecordedSteps.possible(flat, source, generator) else "plain"
+
+
+def steps_by(way: Way, plain: PlainSteps, source: Source) -> Steps:
+    if way == "graph":
+        return GraphSteps(plain, source.ahead)
+    return RecordedSteps(plain) if way == "recorded" else plain
 
 
 def run(

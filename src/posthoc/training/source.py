@@ -9,7 +9,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Source", "drawn_rows"]
+__all__ = ["Block", "Source", "drawn_rows", "tensors"]
 
 PAGE = 64
 """Batches drawn from one seed."""
@@ -21,6 +21,18 @@ class Block(Protocol):
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same with every tensor changed."""
         ...
+
+
+def tensors(block: Block) -> list[Tensor]:
+    """The tensors of a block, in the order of its `map`."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    block.map(note)
+    return found
 
 
 class Source(Protocol):

@@ -41,11 +41,16 @@ class PlainSteps:
         self.ranks.sum([total], self.weight)
         return total.tolist()
 
-    def step(self, batch: Block, lr: float | Tensor) -> Tensor:
-        """One step; its loss stays on the device."""
+    def step(self, batch: Block, lr: float | Tensor, gradient: Callable[[Block], Tensor] | None = None) -> Tensor:
+        """One step, by another way to the gradient if one is given; its loss stays on the device."""
+        loss = (gradient or self.gradient)(batch)
+        self.ranks.sum(self.flat.grads, self.weight)
+        self.flat.step(lr)
+        return loss
+
+    def gradient(self, batch: Block) -> Tensor:
+        """The loss at a batch, whose gradient is then among the parameters' own."""
         self.flat.clear()
         loss = self.objective(batch)
         loss.backward()
-        self.ranks.sum(self.flat.grads, self.weight)
-        self.flat.step(lr)
         return loss.detach()
