@@ -116,6 +116,26 @@ def test_gradients_agree_with_finite_differences():
     assert torch.autograd.gradcheck(evaluate, (x, z, *values), atol=1e-7)
 
 
+@pytest.mark.parametrize("of_points", [False, True])
+@pytest.mark.parametrize(
+    "make", [lambda: RBF(lengthscale=SCALES, amplitude=2.0), lambda: RBF() * (Linear() + White()), lambda: Matern(1.5)]
+)
+def test_one_evaluation_for_both_has_the_gradients_of_two(make, of_points):
+    """Also where nobody asks for the gradient of the points, which training does not."""
+    kernel = ready(make())
+    x, z = (block["inputs"].clone() for block in (A, B))
+    asked = [z.requires_grad_(), *kernel.parameters(), *([x.requires_grad_()] if of_points else [])]
+    weights = [torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (6, 4)]
+    one = kernel.joint({"inputs": x}, {"inputs": z})
+    two = kernel({"inputs": x}, {"inputs": z}), gram(kernel, {"inputs": z})
+    found, expected = (
+        torch.autograd.grad(sum((k * w).sum() for k, w in zip(both, weights, strict=True)), asked)
+        for both in (one, two)
+    )
+    torch.testing.assert_close(one, two)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("rank", [None, 2])
 def test_output_covariance_gives_one_matrix_in_every_form(rank):
     b = OutputCovariance(5, rank, torch.Generator().manual_seed(1))

@@ -85,7 +85,7 @@ def test_they_are_the_default_and_have_the_numbers_of_ordinary_steps(case: str, 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_with_any_kernel(kernel: str, calls: dict[str, int]) -> None:
-    replayed, plain = (fit("ten classes", way, kernel=KERNELS[kernel](), steps=20) for way in (None, "plain"))
+    replayed, plain = (fit("ten classes", way, kernel=KERNELS[kernel](), steps=20) for way in ("recorded", "plain"))
     assert calls["recorded"] == 1
     assert same(numbers(replayed), numbers(plain))
 
@@ -93,7 +93,7 @@ def test_with_any_kernel(kernel: str, calls: dict[str, int]) -> None:
 def test_with_a_kernel_of_gpytorch() -> None:
     gpytorch = pytest.importorskip("gpytorch")
     kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=5))
-    replayed, plain = (fit("regression", way, kernel=kernel, steps=20) for way in (None, "plain"))
+    replayed, plain = (fit("regression", way, kernel=kernel, steps=20) for way in ("recorded", "plain"))
     assert same(numbers(replayed), numbers(plain))
 
 
@@ -101,7 +101,7 @@ def test_early_stopping_among_them(calls: dict[str, int]) -> None:
     data = classes(400, c=10)
     sure = data.with_targets(data.outputs.argmax(-1))  # right where it learns, wrong where it is watched
     watched = {"lr": 0.1, "eval_every": 3, "patience": 2, "data": sure, "val": data[:60]}
-    replayed, plain = (fit("ten classes", way, **watched) for way in (None, "plain"))
+    replayed, plain = (fit("ten classes", way, **watched) for way in ("recorded", "plain"))
     assert calls["recorded"] == 1
     assert replayed.history == plain.history
     assert same(numbers(replayed), numbers(plain))
@@ -110,7 +110,7 @@ def test_early_stopping_among_them(calls: dict[str, int]) -> None:
 
 def test_parameters_that_the_loss_does_not_know_stay(calls: dict[str, int]) -> None:
     known, unknown = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, dtype=torch.float64))
-    train(lambda batch: known.square().sum(), [unknown, known], Same("cpu"), Training(steps=4))
+    train(lambda batch: known.square().sum(), [unknown, known], Same("cpu"), Training(steps=4), way="recorded")
     assert calls == {"plain": 0, "replayed": 4, "recorded": 1}
     assert torch.equal(unknown.detach(), torch.ones(3, dtype=torch.float64))
     assert (known < 1.0).all()
@@ -118,7 +118,7 @@ def test_parameters_that_the_loss_does_not_know_stay(calls: dict[str, int]) -> N
 
 def test_a_factor_that_fails_has_its_jitter_in_an_ordinary_step(calls: dict[str, int]) -> None:
     with pytest.warns(PosthocWarning, match="was not positive definite"):
-        replayed = descend(singular, "cpu", None)
+        replayed = descend(singular, "cpu", "recorded")
     assert calls == {"plain": 3, "replayed": 10, "recorded": 1}  # each block had such a step
     with pytest.warns(PosthocWarning, match="was not positive definite"):
         plain = descend(singular, "cpu", "plain")
@@ -131,7 +131,7 @@ def test_one_bad_block_does_not_end_them(calls: dict[str, int]) -> None:
         return singular(p, 2.0 * (step == 5).double()) + waves(p, step)
 
     with pytest.warns(PosthocWarning, match="was not positive definite"):
-        replayed = descend(once, "cpu", None)
+        replayed = descend(once, "cpu", "recorded")
     assert calls == {"plain": 1, "replayed": 10, "recorded": 1}
     with pytest.warns(PosthocWarning, match="was not positive definite"):
         plain = descend(once, "cpu", "plain")
@@ -145,7 +145,7 @@ def test_a_factor_that_fails_in_ordinary_steps_too_says_so() -> None:
         return cholesky(sign * torch.diag(p.exp()), "my matrix").diagonal().sum()
 
     with pytest.raises(NotPSDError, match="Expected my matrix to be positive definite"):
-        descend(negative, "cpu", None)
+        descend(negative, "cpu", "recorded")
 
 
 def test_a_loss_that_stays_bad_is_reported_with_its_step() -> None:
@@ -153,13 +153,13 @@ def test_a_loss_that_stays_bad_is_reported_with_its_step() -> None:
         return waves(p, step) * torch.where(step == 6, math.nan, 1.0)
 
     with pytest.raises(TrainingError, match="became nan at step 7 of 10"):
-        descend(loss, "cpu", None)
+        descend(loss, "cpu", "recorded")
 
 
 @pytest.mark.filterwarnings("ignore::posthoc.PosthocWarning")
 def test_a_fit_that_diverges_says_what_ordinary_steps_say() -> None:
     said = []
-    for way in (None, "plain"):
+    for way in ("recorded", "plain"):
         with pytest.raises(PosthocError) as failure:
             fit("regression", way, kernel=RBF(amplitude=1e-3).requires_grad_(False), lr=1e6)
         said.append((type(failure.value), str(failure.value)))
@@ -209,7 +209,7 @@ def test_what_cannot_be_replayed_is_not(loss: Callable[..., Tensor], calls: dict
 
 def test_large_steps_are_left_alone(monkeypatch: pytest.MonkeyPatch, calls: dict[str, int]) -> None:
     monkeypatch.setattr("posthoc.training.recorded.MOST", 100)
-    fit("regression", None, steps=5)
+    fit("regression", "recorded", steps=5)
     assert calls["recorded"] == calls["replayed"] == 0
 
 
@@ -237,15 +237,16 @@ def test_a_replay_with_other_numbers_is_refused(monkeypatch: pytest.MonkeyPatch,
     assert calls == {"plain": 3, "replayed": 0, "recorded": 0}
 
 
-def test_they_are_for_the_cpu_batches_of_one_shape_and_no_draws() -> None:
+def test_they_are_for_many_steps_on_the_cpu_in_batches_of_one_shape_without_draws() -> None:
     flat = Flat([nn.Parameter(torch.zeros(2))])
     fresh = Same("cpu")
     fresh.fixed = False
-    assert RecordedSteps.possible(flat, Same("cpu"), None)
-    assert not RecordedSteps.possible(flat, fresh, None)
-    assert not RecordedSteps.possible(flat, Same("cpu"), torch.Generator())
+    assert RecordedSteps.possible(flat, Same("cpu"), None, 100)
+    assert not RecordedSteps.possible(flat, Same("cpu"), None, 99)
+    assert not RecordedSteps.possible(flat, fresh, None, 100)
+    assert not RecordedSteps.possible(flat, Same("cpu"), torch.Generator(), 100)
     flat.values = [torch.zeros(2, device="meta")]
-    assert not RecordedSteps.possible(flat, Same("cpu"), None)
+    assert not RecordedSteps.possible(flat, Same("cpu"), None, 100)
 
 
 def test_torchscript_is_as_it_was() -> None:
@@ -265,7 +266,7 @@ def test_the_objective_is_asked_once() -> None:
         asked.append(step)
         return waves(p, step)
 
-    descend(loss, "cpu", None)
+    descend(loss, "cpu", "recorded")
     assert len(asked) == 1
 
 
@@ -273,7 +274,7 @@ def test_a_first_fit_says_nothing_and_imports_no_compiler() -> None:
     code = (
         "import sys, torch; from posthoc import FMGP, Outputs\n"
         "x = torch.randn(60, 2); data = Outputs(x[:, :1], x[:, 1:], x)\n"
-        "FMGP(None, 'regression', steps=3, num_inducing=9).fit(data)\n"
+        "FMGP(None, 'regression', steps=100, num_inducing=9).fit(data)\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     done = subprocess.run(
@@ -301,14 +302,14 @@ def test_batches_reach_a_replay_in_the_order_of_their_map() -> None:
             lambda batch: (p * (batch.a - 2.0 * batch.b)).sum(), [p], Pairs("cpu"), Training(6), way=way
         ).losses
 
-    assert run(None) == run("plain")
+    assert run("recorded") == run("plain")
 
 
 @pytest.mark.parametrize("weights", ["last", "all"])
 def test_another_method_that_trains_a_process(weights: str, calls: dict[str, int]) -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
     data, found = classes(50, c=3), []
-    for way in (None, "plain"):
+    for way in ("recorded", "plain"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("posthoc.methods.valla.train", functools.partial(train, way=way))
             method = VaLLA(model, "classification", weights=weights, num_inducing=6, steps=20, batch_size=16)

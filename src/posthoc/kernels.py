@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from posthoc.checks import choice
 from posthoc.errors import OptionError
+from posthoc.rbf import RBFValues
 
 __all__ = [
     "RBF",
@@ -162,50 +162,10 @@ class RBF(_Stationary):
 
     def _evaluate(self, a: Points, b: Points, *, among: bool) -> Any:
         blocks = self.block(a), self.block(b)
-        return _RBF.apply(*blocks, self.log_lengthscale, self.log_amplitude, among)  # type: ignore[no-untyped-call]
+        return RBFValues.apply(*blocks, self.log_lengthscale, self.log_amplitude, among)  # type: ignore[no-untyped-call]
 
     def spec(self) -> dict[str, Any]:
         return {"type": "rbf", "on": self.on}
-
-
-class _RBF(torch.autograd.Function):
-    """The RBF kernel between the rows of a and b (and `among` those of b, which then stand below a's), with its
-    backward pass written out, where autograd would keep and revisit a dozen tensors.
-
-    In scaled coordinates x and y, with P = K̄ ∘ K: x̄ = P y - (P 1) x and ȳ = Pᵀ x - (Pᵀ 1) y, and Σ_i x_i x̄_i +
-    Σ_j y_j ȳ_j is minus the gradient of log l.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, a: Tensor, b: Tensor, log_lengthscale: Tensor, log_amplitude: Tensor, among: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        inverse, n = (-log_lengthscale).exp(), len(a)
-        # Products lose digits far from the origin; distances do not depend on where it is.
-        x = torch.cat([a, b]).sub_(b[:1]).mul_(inverse)
-        half = x.square().sum(-1, keepdim=True).mul_(-0.5)
-        y, half_y = x[n:], half[n:].mT
-        if not among:
-            x, half = x[:n], half[:n]
-        # -½|x - y|² = x·y - ½|x|² - ½|y|², with the amplitude in the exponent
-        k = torch.addmm(half, x, y.mT).add_(half_y + log_amplitude).clamp_max_(log_amplitude).exp_()
-        ctx.save_for_backward(x, y, k, inverse)
-        ctx.among = among
-        return (k[:n], k[n:]) if among else k
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-        x, y, k, inverse = ctx.saved_tensors
-        p = torch.cat(grads).mul_(k)
-        rows = p.sum(-1, keepdim=True)
-        x_grad = (p @ y).addcmul_(rows, x, value=-1)
-        y_grad = (p.mT @ x).addcmul_(p.sum(0)[:, None], y, value=-1)
-        scale_grad = (x * x_grad).sum(0).add_((y * y_grad).sum(0)).neg_()
-        if ctx.among:
-            x_grad, below = x_grad.split([len(x) - len(y), len(y)])
-            y_grad += below
-        return x_grad * inverse, y_grad * inverse, scale_grad, rows.sum(), None
 
 
 class Matern(_Stationary):

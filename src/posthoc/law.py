@@ -178,16 +178,18 @@ def mixed(z: Tensor, shifts: Tensor, spreads: Tensor, prior: Tensor) -> Tensor: 
 
 def balanced(rows: Tensor, shifts: Tensor) -> Tensor:  # (K,)
     """The weights w that are most likely given how many rows each normal has, Σ n_k log w_k, among those with Σ w_k = 1
-    and Σ w_k m_k = 0: n_k / (1 + λ m_k), the λ found by bisection."""
+    and Σ w_k m_k = 0: n_k / (1 + λ m_k), the λ found among many at a time."""
     share = rows / rows.sum()
     places, where = shifts.unique(return_inverse=True)
     mass = torch.zeros_like(places).index_add(0, where, share)
     places, mass = places[mass > 0], mass[mass > 0]
     low, high = -1.0 / places.max().clamp_min(TINY), -1.0 / places.min().clamp_max(-TINY)
-    for _ in range(60):
-        middle = 0.5 * (low + high)
-        heavy = (mass * places / (1.0 + middle * places)).sum() > 0  # it falls as λ grows
-        low, high = torch.where(heavy, middle, low), torch.where(heavy, high, middle)
+    parts = torch.linspace(0.0, 1.0, 2**7 + 1, dtype=rows.dtype, device=rows.device)
+    for _ in range(9):
+        tried = low + (high - low) * parts
+        heavy = (mass * places / (1.0 + tried[:, None] * places)).sum(-1) > 0  # it falls as λ grows
+        first = heavy.long().sum().clamp(1, len(parts) - 1)  # that is not
+        low, high = tried[first - 1], tried[first]
     weights = share / (1.0 + 0.5 * (low + high) * shifts)
     return weights / weights.sum()
 

@@ -36,6 +36,8 @@ PASSES = 20
 """Multiplications' worth of work for each output of each point."""
 KEPT_AWAY = 2**30
 """Outputs of more bytes stay in their file or in the host's memory, if a fit reads only some of them."""
+BESIDE_OTHERS = 2**28
+"""Bytes of outputs, from which on heads are made one after the other: each has a copy of most of them."""
 NOTHING = 1e-12
 """The variance where there is none: that of temperature scaling."""
 
@@ -81,7 +83,8 @@ class Maker:
                 source: Source = DrawnBatches(view, likelihood, training.batch_size, seed, ranks)
             else:  # closed whatever happens: suspended batches would keep the network in eval mode
                 source = FreshBatches(stack.enter_context(closing(self.fresh(view, likelihood))))
-            stack.enter_context(few_threads(self.fresh is None and is_small(process, training.batch_size)))
+            small = is_small(len(process.l_raw), training.batch_size, process.num_outputs)
+            stack.enter_context(few_threads(self.fresh is None and small))
             history = train(
                 Objective(process, likelihood, self.alpha, job.num_data, copies, plan.prior, draws),
                 head.parameters(),
@@ -92,6 +95,17 @@ class Maker:
                 checkpoint=job.checkpoint,
             )
         return head, history
+
+    def beside_others(self, job: Job, training: Training) -> bool:
+        """Whether several such heads should be made at once, by a thread each."""
+        small = is_small(self.layout.num_inducing, training.batch_size, job.train.outputs[0].numel())
+        return (
+            small
+            and self.fresh is None
+            and self.device.type == "cpu"
+            and Ranks().alone
+            and job.train.nbytes < BESIDE_OTHERS
+        )
 
     def _scaled(self, job: Job) -> Head:
         """Temperature scaling: no variance to speak of."""
@@ -105,10 +119,9 @@ class Maker:
         return Head(Process(kernel, inducing, typical.outputs.shape[1], None, start=0.0), coordinates, likelihood)
 
 
-def is_small(process: Process, batch: int) -> bool:
-    """Whether one thread is enough."""
-    m = len(process.l_raw)
-    return max(m * m * max(m, batch), PASSES * batch * process.num_outputs) < SMALL
+def is_small(m: int, batch: int, num_outputs: int) -> bool:
+    """Whether one thread is enough for m inducing points."""
+    return max(m * m * max(m, batch), PASSES * batch * num_outputs) < SMALL
 
 
 def placed(outputs: Outputs, device: torch.device, training: Training) -> Outputs:

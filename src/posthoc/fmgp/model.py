@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, Literal, Self, SupportsFloat, TypeVar
 
 import torch
@@ -35,7 +36,7 @@ from posthoc.fmgp.plans import (
     shortened,
 )
 from posthoc.fmgp.points import PointView
-from posthoc.fmgp.residuals import LearntResiduals, learn_law
+from posthoc.fmgp.residuals import LearntResiduals, with_law
 from posthoc.fmgp.scoring import log_probs
 from posthoc.kernels import RBF, Kernel, as_kernel, describe, kernel_from_spec
 from posthoc.likelihoods import Categorical, Gaussian, Likelihood
@@ -192,9 +193,15 @@ class FMGP(Method):
         training, likelihood = self._schedule(job), self._likelihood
         if self.residuals == "learnt" and LearntResiduals.suit(likelihood, len(job.train)):
             likelihood = LearntResiduals.before(likelihood, self.alpha)
-        head, history = self._maker(job).train(job, decision.plan, training, likelihood)
+
+        def train(part: Job) -> tuple[Head, History]:
+            return self._maker(part).train(part, decision.plan, training, likelihood)
+
         if isinstance(likelihood, LearntResiduals):
-            learn_law(head, job, lambda part: self._maker(part).train(part, decision.plan, training, likelihood)[0])
+            beside = self._maker(job).beside_others(job, training)
+            head, history = with_law(job, train, itemgetter(0), beside)
+        else:
+            head, history = train(job)
         head.recalibration = decision.recalibration
         wariness = Wariness(0.0, self.novelty) if self.novelty is not None else decision.wariness
         if wariness is not None and any(wariness) and self._likelihood.task == "classification":
@@ -229,7 +236,7 @@ class FMGP(Method):
         plans = [plan._replace(kl=self.kl or plan.kl) for plan in found]
         if rows < FEWEST:
             return Decision(plans[-1])
-        decision = choose(job, plans, self._attempt)
+        decision = choose(job, plans, self._attempt, self._maker(job).beside_others(job, self.training))
         # What changed views say of confidence and of new kinds of points holds for them, not for plain images.
         return Decision(decision.plan) if isinstance(job.data, Augmented) else decision
 

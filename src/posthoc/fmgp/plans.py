@@ -7,9 +7,10 @@ fitted to some rows is a little too sure of others, and whether being wary of ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from posthoc.fmgp.novelty import Wariness
 from posthoc.method import Job
 from posthoc.outputs import Outputs
 from posthoc.recalibration import NONE, Recalibration
-from posthoc.training import Training
+from posthoc.training import Training, side_by_side
 
 __all__ = [
     "AUGMENTED",
@@ -33,6 +34,8 @@ __all__ = [
     "choose",
     "shortened",
 ]
+
+T = TypeVar("T")
 
 FEWEST = 200
 """Rows below which a choice would be noise."""
@@ -117,20 +120,37 @@ def candidates(rows: int, num_outputs: int) -> list[Plan]:
     return [Plan("separable", prior=prior) for prior in PRIORS]
 
 
-def choose(job: Job, plans: list[Plan], attempt: Callable[[Job, Plan, Outputs], Trial]) -> Decision:
-    """The best of the plans and temperature scaling, by what `attempt` predicts for rows it was not given."""
+def choose(
+    job: Job, plans: list[Plan], attempt: Callable[[Job, Plan, Outputs], Trial], beside: bool = False
+) -> Decision:
+    """The best of the plans and temperature scaling, by what `attempt` predicts for rows it was not given. `beside`
+    says whether attempts are made side by side."""
     records = {plan: Record() for plan in (SCALED, *plans)}
     targets: list[Tensor] = []
-    for trial, unseen in trials(job):
-        for plan, record in records.items():
-            record.add(attempt(trial, plan, unseen))
-        assert unseen.targets is not None
-        scaled = records[SCALED].plain
-        targets.append(unseen.targets.long().to(scaled.device))  # rows may be kept on the host, away from the head
-        records = hopeful(records, torch.cat(targets))
-        if len(records) == 1:
-            break
+    for group in grouped(trials(job), beside):
+        plans = list(records)
+        tasks = [partial(attempt, trial, plan, unseen) for trial, unseen in group for plan in plans]
+        found = iter(side_by_side(tasks, beside))
+        for _, unseen in group:
+            for plan, said in zip(plans, found, strict=False):
+                if plan in records:
+                    records[plan].add(said)
+            assert unseen.targets is not None
+            scaled = records[SCALED].plain
+            targets.append(unseen.targets.long().to(scaled.device))  # rows may be kept on the host, away from the head
+            records = hopeful(records, torch.cat(targets))
+            if len(records) == 1:
+                return verdict(records, torch.cat(targets))
     return verdict(records, torch.cat(targets))
+
+
+def grouped(parts: Iterable[T], beside: bool) -> Iterator[list[T]]:
+    """One by one; or, side by side, the first, after which some candidates may be given up, and all others."""
+    rest = iter(parts)
+    for first in rest:
+        yield [first]
+        if beside and (others := list(rest)):
+            yield others
 
 
 def trials(job: Job) -> Iterator[tuple[Job, Outputs]]:

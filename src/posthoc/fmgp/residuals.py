@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeGuard, cast
+from functools import partial
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,11 @@ from posthoc.likelihoods import Gaussian, Likelihood
 from posthoc.method import Job
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive, RegressionPredictive
-from posthoc.training import Ranks
+from posthoc.training import Ranks, side_by_side
 
-__all__ = ["LearntResiduals", "learn_law"]
+__all__ = ["LearntResiduals", "with_law"]
+
+T = TypeVar("T")
 
 FEWEST = 200
 """Rows below which residuals are taken to be Gaussian."""
@@ -111,14 +114,18 @@ class LearntResiduals(Gaussian):
             self.register_buffer(name, getattr(law, name).contiguous())
 
 
-def learn_law(head: Head, job: Job, train: Callable[[Job], Head]) -> None:
-    """Settles the law of a trained head's residuals; `train` gives a head for a part of the rows."""
+def with_law(job: Job, train: Callable[[Job], T], head_of: Callable[[T], Head], beside: bool) -> T:
+    """What `train` makes of a job, with the law of its head's residuals settled. `beside` says whether heads for parts
+    of the rows are trained beside the one for all."""
+    tasks: list[Callable[[], Any]] = [partial(train, job)]
     if len(job.train) < ENOUGH:
-        z = torch.cat([standardised(train(trial), unseen) for trial, unseen in folds(job)])
-    else:
-        z = standardised(head, job.train.spread(MOST))
+        tasks += [partial(lambda part, rows: standardised(head_of(train(part)), rows), *fold) for fold in folds(job)]
+    made, *unseen = side_by_side(tasks, beside)
+    head = head_of(made)
+    z = torch.cat(unseen) if unseen else standardised(head, job.train.spread(MOST))
     cast(LearntResiduals, head.likelihood).settle(z)
     Ranks().share(list(head.buffers()))
+    return cast(T, made)
 
 
 def folds(job: Job) -> Iterator[tuple[Job, Outputs]]:

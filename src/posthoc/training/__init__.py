@@ -5,7 +5,7 @@ from posthoc.training.loop import train
 from posthoc.training.options import History, Training
 from posthoc.training.ranks import Ranks, slice_of
 from posthoc.training.source import Block, Source, drawn_rows
-from posthoc.training.threads import few_threads
+from posthoc.training.threads import few_threads, side_by_side
 
 __all__ = [
     "Block",
@@ -16,6 +16,7 @@ __all__ = [
     "Training",
     "drawn_rows",
     "few_threads",
+    "side_by_side",
     "slice_of",
     "train",
 ]

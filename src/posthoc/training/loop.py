@@ -20,6 +20,7 @@ from posthoc.training.ranks import Ranks
 from posthoc.training.recorded import RecordedSteps
 from posthoc.training.source import Source
 from posthoc.training.steps import PlainSteps, Steps
+from posthoc.training.threads import may_go_on, speaks
 
 __all__ = ["train"]
 
@@ -50,7 +51,7 @@ def train(
         ranks.share(flat.values)
         keeper = Keeper(flat, score, options.patience, history, ranks)
         plain = PlainSteps(objective, flat, ranks, source.weight)
-        steps = steps_by(way or best_way(flat, ranks, source, generator), plain, source)
+        steps = steps_by(way or best_way(flat, ranks, source, generator, options.steps), plain, source)
         with torch.enable_grad():
             run(steps, flat, keeper, source, options, generator, checkpoint)
         keeper.restore()
@@ -61,11 +62,11 @@ def train(
     return history
 
 
-def best_way(flat: Flat, ranks: Ranks, source: Source, generator: torch.Generator | None) -> Way:
+def best_way(flat: Flat, ranks: Ranks, source: Source, generator: torch.Generator | None, steps: int) -> Way:
     """The fastest way to take steps."""
     if GraphSteps.possible(flat, ranks, source, generator):
         return "graph"
-    return "recorded" if RecordedSteps.possible(flat, source, generator) else "plain"
+    return "recorded" if RecordedSteps.possible(flat, source, generator, steps) else "plain"
 
 
 def steps_by(way: Way, plain: PlainSteps, source: Source) -> Steps:
@@ -93,8 +94,9 @@ def run(
     pauses = [source.ahead] if checkpoint is None else [source.ahead, checkpoint.every]
     if keeper.score is not None:
         pauses.append(options.eval_every)
-    with progress_bar(options, step, alone=ranks.first) as report:
+    with progress_bar(options, step, alone=ranks.first and speaks()) as report:
         while step < options.steps and not keeper.exhausted:
+            may_go_on()
             stop = min(options.steps, *((step // every + 1) * every for every in pauses))
             losses = steps.run(source.block(step, stop - step), [options.lr_at(s) for s in range(step, stop)])
             require_finite_losses(losses, step, options)

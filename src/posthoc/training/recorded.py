@@ -28,6 +28,8 @@ __all__ = ["RecordedSteps"]
 
 Function = Callable[..., Sequence[Tensor]]
 
+FEWEST = 100
+"""Steps, below which to note them takes longer than it saves."""
 MOST = 2**28
 """Bytes of numbers in a step, above which the time is in the operations, and it is not worth while to note them."""
 
@@ -42,9 +44,10 @@ class RecordedSteps:
         self.refused = False
 
     @staticmethod
-    def possible(flat: Flat, source: Source, generator: torch.Generator | None) -> bool:
-        """Whether it is worth trying: all on the CPU, in batches of one shape, without draws."""
-        return {v.device.type for v in flat.values} == {"cpu"} and source.fixed and generator is None
+    def possible(flat: Flat, source: Source, generator: torch.Generator | None, steps: int) -> bool:
+        """Whether it is worth trying: many steps, all on the CPU, in batches of one shape, without draws."""
+        on_cpu = {v.device.type for v in flat.values} == {"cpu"}
+        return on_cpu and source.fixed and generator is None and steps >= FEWEST
 
     def run(self, block: Block, lrs: list[float]) -> list[float]:
         if self.script is None and not self.refused:
