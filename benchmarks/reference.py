@@ -85,14 +85,14 @@ class DenseFMGP(nn.Module):
         return kl / self.num_data - self.log_prob(mean, covariance, y).mean()
 
     @torch.no_grad()
-    def nll(self, look: Look, rows: tuple[Tensor, ...]) -> float:
-        """Minus the mean log-probability of new data, in the user's units."""
-        total = 0.0
+    def losses(self, look: Look, rows: tuple[Tensor, ...]) -> Tensor:  # (N,)
+        """Minus the log-probabilities of new data, in the user's units."""
+        found = []
         for batch in zip(*(column.split(500) for column in rows), strict=True):
             mean, x = look(*batch[:-1])
-            total -= float(self.log_prob(mean, self(x)[0], batch[-1]).sum())
+            found.append(-self.log_prob(mean, self(x)[0], batch[-1]))
         unit = 0.0 if self.target_scale is None else float(self.target_scale.log().sum())
-        return total / len(rows[0]) + unit
+        return torch.cat(found).cpu() + unit
 
 
 def loader(rows: tuple[Tensor, ...], batch: int) -> DataLoader[Any]:

@@ -122,18 +122,18 @@ def protein(root: Path, epochs: int = 20) -> Task:
     network = tanh_network(x.shape[1])
     train_network(network, x[:first], y[:first], F.mse_loss, epochs)
     fit, score = (x[first:second], y[first:second]), (x[second:], y[second:])
-    return Task("regression", "regression", network, fit, score, "UCI protein")
+    return Task("protein", "regression", network, fit, score, "UCI protein")
 
 
-def cifar10(root: Path) -> Task:
-    """CIFAR-10 by ResNet20, as its outputs and features: fit on 5,000 test images, score on the other 5,000."""
-    file = np.load(root / "cifar10_resnet20" / "test.npz")
+def cifar10(root: Path, network: str) -> Task:
+    """CIFAR-10 by a ResNet, as its outputs and features: fit on 5,000 test images, score on the other 5,000."""
+    file = np.load(root / f"cifar10_{network}" / "test.npz")
     rows = [torch.from_numpy(file[key]).float() for key in ("outputs", "features")]
     rows.append(torch.from_numpy(file["targets"]).long())
     fit, score = tuple(r[:POINTS] for r in rows), tuple(r[POINTS:] for r in rows)
     stand_in = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
-    note = "CIFAR-10 ResNet20, outputs known; the reference runs a small stand-in network whose result is ignored"
-    return Task("classification", "classification", stand_in, fit, score, note)
+    note = f"CIFAR-10, {network}, outputs known; the reference runs a small stand-in network whose result is ignored"
+    return Task(f"cifar10 {network}", "classification", stand_in, fit, score, note)
 
 
 def tanh_network(width: int) -> nn.Sequential:

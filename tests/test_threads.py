@@ -187,14 +187,16 @@ def test_fits_of_parts_are_made_beside_each_other_with_the_same_numbers(case: st
     def run() -> FMGP:
         return FMGP(None, likelihood, **QUICK).fit(data())
 
-    together = run()
+    together, again = run(), run()
     assert len(threads_of_steps) > 1
+    assert same(numbers(together), numbers(again))  # whoever was first
+    assert together.history == again.history
     threads_of_steps.clear()
     torch.set_num_threads(1)
     alone = run()
     assert len(threads_of_steps) == 1
-    assert same(numbers(together), numbers(alone))
-    assert together.history == alone.history
+    # What is not done side by side may round in another way with another number of threads.
+    torch.testing.assert_close(numbers(together), numbers(alone), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("case", FITS)
