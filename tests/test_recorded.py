@@ -166,6 +166,25 @@ def test_a_fit_that_diverges_says_what_ordinary_steps_say() -> None:
     assert said[0] == said[1]
 
 
+@pytest.mark.parametrize("behind", [lambda p: p.data, lambda p: p.detach()], ids=["data", "detach"])
+def test_what_autograd_does_not_see_is_replayed_with_the_numbers_of_the_day(
+    behind: Callable[[Tensor], Tensor], calls: dict[str, int]
+) -> None:
+    def loss(p: Tensor, step: Tensor) -> Tensor:
+        return waves(p, step) * (1.0 + behind(p).square().sum())
+
+    replayed, plain = (descend(loss, "cpu", way) for way in ("recorded", "plain"))
+    assert calls["replayed"] == 10
+    assert replayed[1] == plain[1]
+
+
+def test_a_tensor_that_came_in_an_unknown_way_is_refused() -> None:
+    p = nn.Parameter(torch.ones(3))
+    other = p.view(3)  # made before anyone looks
+    with pytest.raises(NotImplementedError, match="in an unknown way"):
+        recorded.recorded(lambda: [other.square().sum()], [p])
+
+
 # What cannot be done again without Python.
 
 

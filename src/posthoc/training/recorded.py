@@ -111,13 +111,15 @@ def recorded(function: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor])
 
 class Recorder(TorchDispatchMode):
     """Notes operations on tensors, below autograd. What is to be done again must not depend on numbers that Python has
-    looked at, draw, or change anything that was there before."""
+    looked at, draw, change anything that was there before, or reach what is new by a way that is not seen here."""
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.inputs = list(inputs)
         self.operations: list[tuple[Any, Any, Any, Any]] = []  # what they gave is held: by its identity it is known
-        self.made: set[int] = set()  # memory that is new
+        self.seen = {id(t) for t in self.inputs}
+        self.changing = {place(t) for t in self.inputs}  # memory that will hold other numbers next time
+        self.made: set[int] = set()  # what of it is new
         self.bytes = 0
 
     @classmethod
@@ -126,6 +128,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(id(t) not in self.seen and place(t) in self.changing for t in given):
+            raise NotImplementedError(f"{operation} was given a tensor that came in an unknown way.")
         if any(place(t) not in self.made for t in changed(operation, args, kwargs)):
             raise NotImplementedError(f"{operation} would change what was there before.")
         result = operation(*args, **kwargs)
@@ -133,8 +138,9 @@ class Recorder(TorchDispatchMode):
         if not all(isinstance(t, Tensor) for t in found) or torch.Tag.nondeterministic_seeded in operation.tags:
             raise NotImplementedError(f"{operation} cannot be done again without Python.")
         self.operations.append((operation, args, kwargs, result))
-        old = {place(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        self.made |= {place(t) for t in found} - old
+        self.seen |= {id(t) for t in found}
+        self.made |= {place(t) for t in found} - {place(t) for t in given}
+        self.changing |= self.made
         self.bytes += sum(t.nbytes for t in found)
         if self.bytes > MOST:
             raise NotImplementedError("A step so large gains nothing.")
@@ -182,5 +188,6 @@ def alone_and_quiet() -> Iterator[None]:
     """One thread at a time, since modes and warnings are the process's too; without the word that TorchScript is
     deprecated."""
     with RECORDING, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        for kind in (DeprecationWarning, torch.jit.TracerWarning):  # type: ignore[attr-defined]
+            warnings.simplefilter("ignore", kind)
         yield
