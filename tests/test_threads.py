@@ -53,12 +53,13 @@ def test_one_after_the_other_in_the_callers_thread(threads: int, wanted: bool) -
 def test_each_has_one_thread_of_its_own_and_the_caller_gets_its_own_back() -> None:
     meet = threading.Barrier(2)  # so that both threads have one of the tasks
 
-    def task() -> int:
+    def task() -> list[int]:
         meet.wait(10.0)
+        before = torch.get_num_threads()
         with few_threads(True):
-            return torch.get_num_threads()
+            return [before, torch.get_num_threads()]
 
-    assert side_by_side([task, task], True) == [1, 1]
+    assert side_by_side([task, task], True) == [[1, 1], [1, 1]]
     assert torch.get_num_threads() == 2
 
 
