@@ -17,7 +17,9 @@ from torch.autograd.function import once_differentiable
 from posthoc.checks import choice, class_labels, integer, regression_targets
 from posthoc.errors import DataError, OptionError
 from posthoc.latent import Latent
+from posthoc.outputs import Outputs
 from posthoc.predictive import ClassificationPredictive, Predictive, RegressionPredictive, working_dtype
+from posthoc.sharpness import suitable_temperature
 
 __all__ = ["Categorical", "Gaussian", "Likelihood", "make_likelihood"]
 
@@ -169,11 +171,24 @@ class Categorical(Likelihood):
         self.samples, self.seed = integer("samples", samples, 1), integer("seed", seed, 0)
         start = torch.tensor(math.log(temperature or 1.0), dtype=torch.float64)
         self.log_temperature = nn.Parameter(start, requires_grad=temperature is None)
+        self.register_buffer("unit", torch.ones((), dtype=torch.float64))
+        self.unit: Tensor  # (), of the logits in training
 
     @property
     def temperature(self) -> Tensor:  # ()
-        """τ."""
+        """τ, for logits as they come."""
+        return self.unit * self.relative_temperature
+
+    @property
+    def relative_temperature(self) -> Tensor:  # ()
+        """τ in the units of training."""
         return self.log_temperature.exp()
+
+    def take_unit(self, rows: Outputs) -> None:
+        """Measures logits by the temperature that suits some rows, so that training need not care how large a network
+        makes them; unless τ is not to be learnt."""
+        if self.fixed_temperature is None:
+            self.unit = torch.full_like(self.unit, suitable_temperature(rows))
 
     def check_alpha(self, alpha: float) -> None:
         if alpha != 1.0 and self.training_form != "monte_carlo":
@@ -196,38 +211,47 @@ class Categorical(Likelihood):
         pass
 
     def standardise(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return outputs.double(), targets
+        return outputs.double() / self.unit, targets
 
     def energy(
         self, mean: Tensor, latent: Latent, target: Tensor, alpha: float, generator: torch.Generator | None = None
     ) -> Tensor:
         label = target[:, None]
         if self.training_form != "monte_carlo":
-            log_p = APPROXIMATIONS[self.training_form](mean, latent, self.temperature)
+            log_p = APPROXIMATIONS[self.training_form](mean, latent, self.relative_temperature)
             return log_p.gather(-1, label).squeeze(-1)
-        draws = log_softmax_draws(mean, latent, self.temperature, self.samples, generator)  # (S, N, C)
+        draws = log_softmax_draws(mean, latent, self.relative_temperature, self.samples, generator)  # (S, N, C)
         log_p = draws.gather(-1, label.expand(self.samples, -1, -1)).squeeze(-1)
         if alpha == 0.0:
             return log_p.mean(0)
         return ((alpha * log_p).logsumexp(0) - math.log(self.samples)) / alpha
 
-    def predictive(self, outputs: Tensor, latent: Latent, *, covariance: bool = False) -> Predictive:
-        mean, dtype = outputs.double(), working_dtype(outputs)
+    def predictive(
+        self,
+        outputs: Tensor,
+        latent: Latent,
+        *,
+        covariance: bool = False,
+        stretch: Tensor | None = None,  # (N, 1)
+    ) -> Predictive:
+        """`stretch` is what the unit of logits is multiplied by at each point."""
+        unit = self.unit if stretch is None else self.unit * stretch
+        mean, square, dtype = outputs.double() / unit, unit.square(), working_dtype(outputs)
         if self.prediction_form == "monte_carlo":
             generator = torch.Generator(outputs.device).manual_seed(self.seed)
             # Every row has the same draws, so that its prediction does not depend on the rows beside it.
-            draws = log_softmax_draws(mean, latent, self.temperature, self.samples, generator, common=True)
+            draws = log_softmax_draws(mean, latent, self.relative_temperature, self.samples, generator, common=True)
             log_probs = draws.logsumexp(0) - math.log(self.samples)
         else:
-            log_probs = APPROXIMATIONS[self.prediction_form](mean, latent, self.temperature)
+            log_probs = APPROXIMATIONS[self.prediction_form](mean, latent, self.relative_temperature)
         return ClassificationPredictive(
             mean=outputs,
-            logit_variance=latent.variance.to(dtype).expand(outputs.shape).clone(),
+            logit_variance=(latent.variance * square).to(dtype).expand(outputs.shape).clone(),
             log_probs=log_probs.to(dtype),
-            temperature=self.temperature.to(dtype),
+            temperature=(self.relative_temperature * unit).to(dtype),
             keeps_argmax=self.prediction_form == "pairwise",
             independent=latent.independent,
-            logit_covariance=latent.covariance().to(dtype) if covariance else None,
+            logit_covariance=(latent.covariance() * square[..., None]).to(dtype) if covariance else None,
         )
 
     def spec(self) -> dict[str, Any]:

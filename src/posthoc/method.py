@@ -10,7 +10,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -53,6 +53,11 @@ class Job:
     checkpoint: Checkpoint | None
     val_data: Any = None
     """What `val` was collected from."""
+
+    def part(self, rows: Outputs) -> Job:
+        """The job of fitting to some of its rows, which stand for as large a share of the points."""
+        num_data = max(1, round(self.num_data * len(rows) / len(self.train)))
+        return replace(self, train=rows, num_data=num_data, data=rows, checkpoint=None)
 
 
 class Method(ABC):

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from posthoc.outputs import Outputs
 
-__all__ = ["LIMITS", "best_inverse"]
+__all__ = ["best_inverse", "best_log_likelihood", "limit_reached", "suitable_temperature"]
 
-LIMITS = (1e-3, 1e3)
-"""The least and the greatest 1/τ."""
+LEAST, MOST = 1e-4, 1e4
+"""How far logits are apart on average at the least and the greatest 1/τ."""
 VALUES_AT_ONCE = 2**22
 """Logits read at once."""
+TYPICAL = 4096
+"""Rows that a suitable temperature is taken from,"""
+CLEARLY = 2.0
+"""which is the network's own unless the log-likelihood of another is so much greater (Akaike, 1974),"""
+CLOSE, APART = 0.1, 50.0
+"""and leaves logits so far apart: few rows may all be right, or all be wrong."""
 
 Part = tuple[Tensor, Tensor]
 """Logits (N, C), the largest of each row zero, and what is true (N,)."""
@@ -24,7 +31,7 @@ Part = tuple[Tensor, Tensor]
 def best_inverse(outputs: Outputs) -> float:
     """The 1/τ at which the likelihood is greatest: Newton's steps, kept within a bracket. The log-likelihood is concave
     in 1/τ, so there is one."""
-    low, high = LIMITS
+    low, high = limits(outputs)
     few = list(parts(outputs)) if outputs.outputs.numel() <= VALUES_AT_ONCE else None  # else read anew every time
 
     def slopes_at(inverse: float) -> tuple[float, float]:
@@ -34,7 +41,7 @@ def best_inverse(outputs: Outputs) -> float:
         return low
     if slopes_at(high)[0] <= 0.0:
         return high
-    at = 1.0
+    at = min(max(1.0, low), high)
     for _ in range(100):
         slope, curvature = slopes_at(at)
         step = at - slope / curvature if curvature > 0.0 else math.nan
@@ -43,6 +50,47 @@ def best_inverse(outputs: Outputs) -> float:
         low, high = (low, at) if slope > 0.0 else (at, high)
         at = step if low < step < high else math.sqrt(low * high)
     return at
+
+
+def limits(outputs: Outputs) -> tuple[float, float]:
+    """The least and the greatest 1/τ, by the size of the logits."""
+    size = apart(next(parts(outputs))[0])
+    return LEAST / size, MOST / size
+
+
+def limit_reached(outputs: Outputs, inverse: float) -> Literal["low", "high"] | None:
+    """Whether a 1/τ is at the least that it can be (predictions are no better than chance) or the greatest (they are
+    all right)."""
+    low, high = limits(outputs)
+    if inverse >= high * (1.0 - 1e-9):
+        return "high"
+    return "low" if inverse <= low * (1.0 + 1e-9) else None
+
+
+@torch.no_grad()
+def suitable_temperature(outputs: Outputs) -> float:
+    """The temperature that suits some rows, in a sensible range."""
+    some = outputs.only().spread(TYPICAL)
+    inverse, size = best_inverse(some), apart(next(parts(some))[0])
+    if log_likelihood(some, inverse) - log_likelihood(some, 1.0) <= CLEARLY:
+        return 1.0
+    return 1.0 / min(max(inverse, CLOSE / size), APART / size)
+
+
+def best_log_likelihood(outputs: Outputs) -> float:
+    """Of all rows, at the temperature that suits them best."""
+    return log_likelihood(outputs, best_inverse(outputs))
+
+
+def log_likelihood(outputs: Outputs, inverse: float) -> float:
+    return sum(float((inverse * z).log_softmax(-1).gather(-1, y[:, None]).sum()) for z, y in parts(outputs))
+
+
+def apart(
+    z: Tensor,  # (N, C)
+) -> float:
+    """How far logits are below the largest of their row, by the root of the mean square; 1 where they are all alike."""
+    return float(z.square().mean().sqrt()) or 1.0
 
 
 def slopes(blocks: Iterable[Part], inverse: float) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from posthoc.errors import DataError
 from posthoc.files import check_shapes
 from posthoc.fmgp.coupling import OutputCovariance
-from posthoc.fmgp.novelty import Novelty, Wariness, lead
+from posthoc.fmgp.novelty import Novelty, lead
 from posthoc.fmgp.points import Coordinates
 from posthoc.fmgp.process import Process
 from posthoc.inducing import Inducing
@@ -20,7 +20,7 @@ from posthoc.kernels import Kernel
 from posthoc.latent import Latent, Widened
 from posthoc.likelihoods import Categorical, Likelihood
 from posthoc.outputs import Outputs
-from posthoc.predictive import ClassificationPredictive, Predictive
+from posthoc.predictive import Predictive
 from posthoc.recalibration import NONE, Recalibration
 from posthoc.stillness import version
 
@@ -65,14 +65,14 @@ class Head(nn.Module):
     def predictive(self, outputs: Outputs, w: Tensor, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows, with W from `process.prepare()`."""
         latent, novelty, stretch = self.latent(outputs, w), self.novelty, None
+        if not isinstance(self.likelihood, Categorical):
+            return self.likelihood.predictive(outputs.outputs, latent, covariance=covariance)
         if novelty is not None:
             distance = self.distance(outputs, novelty)
             latent = Widened(latent, novelty.more_variance(distance, outputs.outputs.to(self.device)))
             stretch = novelty.stretch(distance) if novelty.slope else None
-        predictive = self.likelihood.predictive(outputs.outputs, latent, covariance=covariance)
-        if not isinstance(predictive, ClassificationPredictive):
-            return predictive
-        return self.recalibration(predictive if stretch is None else predictive.tempered(stretch))
+        predictive = self.likelihood.predictive(outputs.outputs, latent, covariance=covariance, stretch=stretch)
+        return self.recalibration(predictive)
 
     def latent(self, outputs: Outputs, w: Tensor) -> Latent:
         """The latent Gaussian at some rows, as if none was of a new kind."""
@@ -87,10 +87,9 @@ class Head(nn.Module):
         return novelty.distance(outputs.features.to(self.device))
 
     @torch.no_grad()
-    def grow_wary(self, typical: Outputs, wariness: Wariness) -> None:
-        """Adds variance away from the features of typical rows, in units of the squared scale that logits are divided
-        by there and of their squared lead, and lets that scale follow the distance; where there are no features, or too
-        few rows, it stays as it is. Once wary, only how much changes."""
+    def grow_wary(self, typical: Outputs, far: float) -> None:
+        """Adds variance away from the features of typical rows, so many times the squared scale that logits are divided
+        by there, in units of their squared lead; where there are no features, or too few rows, it stays as it is."""
         if self.novelty is None and typical.features is not None:
             self.novelty = Novelty.of(typical.features)
         if self.novelty is None:
@@ -100,9 +99,9 @@ class Head(nn.Module):
         apart = self.latent(rows, self.prepared()).difference(rows.outputs.argmax(-1))
         mean = apart.sum() / (len(rows) * (rows.outputs.shape[1] - 1))  # over all but the top output
         # π/16 Var(f_c - f_t) is what is compared with τ²; a variance g more for each output adds 2 g to that Var.
-        unit = (8.0 / math.pi) * (self.likelihood.temperature.square() + math.pi / 16.0 * mean)
+        unit = (8.0 / math.pi) * (self.likelihood.relative_temperature.square() + math.pi / 16.0 * mean)
         unit = unit / lead(rows.outputs).square().mean().clamp_min(NO_LEAD)
-        self.novelty.slope, self.novelty.strength = wariness.slope, unit * wariness.far
+        self.novelty.strength = unit * far
 
     def options(self) -> dict[str, Any]:
         """What `rebuild` needs beside the tensors."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from posthoc.fmgp.building import Layout, build
 from posthoc.fmgp.head import Head
+from posthoc.fmgp.novelty import Novelty
 from posthoc.fmgp.objective import Objective, TrainingBatch
 from posthoc.fmgp.plans import SCALED, Plan
 from posthoc.fmgp.points import Coordinates, DrawnBatches, FreshBatches, PointView
@@ -68,13 +69,17 @@ class Maker:
         typical = job.train.spread(TYPICAL).to(device)
         assert typical.targets is not None
         likelihood.start(typical.outputs, typical.targets)
+        if isinstance(likelihood, Categorical):
+            likelihood.take_unit(typical)
+        novelty = Novelty.of(typical.features, plan.slope) if plan.slope and typical.features is not None else None
         kernel = copy.deepcopy(self.kernel).to(device)
         coordinates = Coordinates.of(typical, kernel, standardize=self.standardize)
-        outputs = placed(job.train.only(*set(coordinates.spaces) - {"outputs"}), device, training)
-        view = PointView(outputs, coordinates)
+        reads = set(coordinates.spaces) - {"outputs"} | ({"features"} if novelty is not None else set())
+        outputs = placed(job.train.only(*reads), device, training)
+        view = PointView(outputs, coordinates, novelty)
         kernel.start(view.sample(1000, generator), coordinates.default)
         process = build(self.layout, plan, kernel, view, outputs, generator)
-        head = Head(process, coordinates, likelihood)
+        head = Head(process, coordinates, likelihood, novelty)
         ranks.share(list(head.buffers()))
         copies = process.num_outputs if process.one_variance and plan.kl == "copies" else 1
         draws = torch.Generator(device).manual_seed(seed) if likelihood.draws else None

@@ -21,13 +21,14 @@ from posthoc.errors import DataError, FileError, LayerError, OptionError
 from posthoc.fmgp.building import Layout
 from posthoc.fmgp.head import Head
 from posthoc.fmgp.making import TYPICAL, Maker
-from posthoc.fmgp.novelty import Wariness
+from posthoc.fmgp.novelty import best_slope
 from posthoc.fmgp.objective import TrainingBatch
 from posthoc.fmgp.plans import (
     AUGMENTED,
+    CALM,
     FEWEST,
     PRIORS,
-    WARINESS,
+    WARY,
     Decision,
     Plan,
     Trial,
@@ -203,8 +204,8 @@ class FMGP(Method):
         else:
             head, history = train(job)
         head.recalibration = decision.recalibration
-        wariness = Wariness(0.0, self.novelty) if self.novelty is not None else decision.wariness
-        if wariness is not None and any(wariness) and self._likelihood.task == "classification":
+        wariness = self.novelty if self.novelty is not None else decision.wariness
+        if wariness and self._likelihood.task == "classification":
             head.grow_wary(job.train.spread(TYPICAL).to(head.device), wariness)
             Ranks().share(list(head.buffers()))
         self.head, self.history = head, history
@@ -232,22 +233,25 @@ class FMGP(Method):
         if not isinstance(likelihood, Categorical) or likelihood.fixed_temperature is not None or likelihood.draws:
             few = num_outputs <= FEW_OUTPUTS
             return Decision(Plan("per_output") if few else Plan("shared", self.kl or "copies"))
-        found = [AUGMENTED] if isinstance(job.data, Augmented) else candidates(rows, num_outputs)
-        plans = [plan._replace(kl=self.kl or plan.kl) for plan in found]
-        if rows < FEWEST:
+        augmented = isinstance(job.data, Augmented)
+        found = [AUGMENTED] if augmented else candidates(rows, num_outputs)
+        few = rows < FEWEST
+        slope = best_slope(job.train) if self.novelty is None and not (augmented or few) else 0.0
+        plans = [plan._replace(kl=self.kl or plan.kl, slope=slope) for plan in found]
+        if few:
             return Decision(plans[-1])
         decision = choose(job, plans, self._attempt, self._maker(job).beside_others(job, self.training))
         # What changed views say of confidence and of new kinds of points holds for them, not for plain images.
-        return Decision(decision.plan) if isinstance(job.data, Augmented) else decision
+        return Decision(decision.plan) if augmented else decision
 
     def _attempt(self, trial: Job, plan: Plan, unseen: Outputs) -> Trial:
         """What a plan, fitted on some rows, says of others."""
         head, _ = self._maker(trial).train(trial, plan, shortened(self.training))
-        found: Trial = {None: log_probs(head, unseen)}
-        for wariness in WARINESS if self.novelty is None else ():
-            head.grow_wary(trial.train.spread(TYPICAL).to(head.device), wariness)
+        found: Trial = {CALM: log_probs(head, unseen)}
+        if self.novelty is None and trial.train.features is not None:
+            head.grow_wary(trial.train.spread(TYPICAL).to(head.device), WARY)
             if head.novelty is not None:
-                found[wariness] = log_probs(head, unseen)
+                found[WARY] = log_probs(head, unseen)
         return found
 
     def _maker(self, job: Job) -> Maker:
@@ -268,7 +272,7 @@ class FMGP(Method):
                     seen += len(reading.outputs)
                     if len(reading.outputs):
                         fresh = self._checked(self._as_logits(join([reading])), targets=True)
-                        yield PointView(fresh, view.coordinates).batch(likelihood, slice(None))
+                        yield view.of(fresh).batch(likelihood, slice(None))
                 if not seen:
                     raise DataError("Expected data in every pass of the loader, got none in the last one.")
 

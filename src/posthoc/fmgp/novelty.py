@@ -10,13 +10,14 @@ logits follows a power of d, as far as their errors allow (`slope`): usual ones 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Novelty", "Wariness", "lead"]
+from posthoc.outputs import Outputs
+from posthoc.sharpness import best_log_likelihood
+
+__all__ = ["Novelty", "best_slope", "lead"]
 
 FLOOR, USUAL, FAR = 0.05, 0.5, 0.9
 """Shares of the points of the fit: no point counts as closer than the first of them, the scale of logits stays at the
@@ -28,19 +29,17 @@ MOST_DIRECTIONS = 128
 FEWEST_ROWS = 100
 MOST_ROWS = 1024
 """Wider features than this have their directions taken from so many rows."""
-
-
-class Wariness(NamedTuple):
-    """The power of d that the logits' scale follows; and how much variance is added beyond known points to an output
-    that is as far ahead as is usual, in units of the squared scale that logits are divided by."""
-
-    slope: float
-    far: float
+SLOPES = tuple(s / 20.0 for s in range(9))
+"""Every power of d that is tried."""
+WORTH = 1.0
+"""What one fitted number adds to the log-likelihood of its rows, and takes from that of others (Akaike, 1974)."""
+MOST_COMPARED, VALUES = 2**16, 2**22
+"""Rows, and logits, by which powers are compared."""
 
 
 class Novelty(nn.Module):
     """The extra variance at a point, for all outputs alike: unit · lead² · far · (d/b - 1)³, where d passes b; and the
-    factor of the logits' scale, (max(d, a) / m)^slope. a, m and b are quantiles of the distances of the fit."""
+    factor of the logits' unit, (max(d, a) / m)^slope. a, m and b are quantiles of the distances of the fit."""
 
     def __init__(self, width: int, directions: int, slope: float = 0.0) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class Novelty(nn.Module):
         self.strength: Tensor  # (), unit · far
 
     @classmethod
-    def of(cls, features: Tensor) -> Novelty | None:
+    def of(cls, features: Tensor, slope: float = 0.0) -> Novelty | None:
         """Distances from one half of the rows, and quantiles from the other: those that shape a distance are closer
         than new ones. None where there are too few rows to know any, or all are alike."""
         if len(features) < FEWEST_ROWS:
@@ -72,7 +71,7 @@ class Novelty(nn.Module):
         if float(variances[-1]) <= 1e-20:  # lengths are 1: all point the same way
             return None
         count = max(1, min(width, rows // ROWS_A_DIRECTION, MOST_DIRECTIONS))
-        novelty = cls(width, count).to(features.device)
+        novelty = cls(width, count, slope).to(features.device)
         floor = 1e-6 * variances[-1]
         novelty.location = location
         novelty.basis, novelty.spread = vectors[:, -count:].contiguous(), variances[-count:].clamp_min(floor)
@@ -105,6 +104,23 @@ class Novelty(nn.Module):
     ) -> Tensor:  # (N, 1)
         """What the scale of the logits is multiplied by."""
         return (torch.maximum(distance, self.quantiles[0]) / self.quantiles[1])[:, None] ** self.slope
+
+
+@torch.no_grad()
+def best_slope(rows: Outputs) -> float:
+    """The power of d that the scale of logits should follow, by the errors of the network itself: as steep as the
+    likelihood of its logits is greatest, each at its best temperature; none unless that earns what it costs to learn."""
+    some = rows.only("features").spread(max(1, min(MOST_COMPARED, VALUES // rows.outputs[0].numel())))
+    novelty = Novelty.of(some.features) if some.features is not None else None
+    if novelty is None:
+        return 0.0
+    distance, scores = novelty.distance(some.features), []
+    for novelty.slope in SLOPES:  # the likelihood rises and then falls
+        scaled = some.with_outputs(some.outputs.double() / novelty.stretch(distance))
+        scores.append(best_log_likelihood(scaled) - (WORTH if novelty.slope else 0.0))
+        if scores[-1] < scores[0] or (len(scores) > 2 and scores[-1] < scores[-2]):
+            break
+    return SLOPES[max(range(len(scores)), key=scores.__getitem__)]
 
 
 def principal(centred: Tensor) -> tuple[Tensor, Tensor]:

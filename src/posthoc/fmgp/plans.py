@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from posthoc.fmgp.novelty import Wariness
 from posthoc.method import Job
 from posthoc.outputs import Outputs
 from posthoc.recalibration import NONE, Recalibration
@@ -23,10 +22,11 @@ from posthoc.training import Training, side_by_side
 
 __all__ = [
     "AUGMENTED",
+    "CALM",
     "FEWEST",
     "PRIORS",
     "SCALED",
-    "WARINESS",
+    "WARY",
     "Decision",
     "Plan",
     "Trial",
@@ -49,25 +49,29 @@ VALUES = 2**22
 """Log-probabilities that are kept for it."""
 ROWS_AN_OUTPUT = 10
 """With fewer rows for each output, B is not learnt."""
-PRIORS = (1.0, 10.0, 100.0)
-"""How strongly B is held near the identity: once is right for many rows a class, more for few."""
-CLEAR = 2.0
-"""So many standard errors make a difference: who is that much better than temperature scaling may take its place, who
-is that much worse is not tried again."""
+ROWS_OF_ITS_OWN, FEW_OUTPUTS = 100, 32
+"""With so many, and few outputs, each may have a variance of its own."""
+PRIORS = (3.0, 10.0, 100.0)
+"""How strongly B is held near the identity: little is right for many rows a class, more for few."""
+LIKELY, CLEAR = 1.0, 2.0
+"""Who is better than temperature scaling by so many standard errors may take its place, who is worse by so many is not
+tried again."""
 CALIBRATION_SLACK, CALIBRATION_PRICE = 0.005, 20.0
 """A calibration error so much above temperature scaling's is free; beyond, 0.005 more must earn a tenth of the loss."""
 WARY_PRICE = 0.003
 """The share of the loss that being wary of new kinds of points may add."""
-WARINESS = tuple(Wariness(slope, far=1.0) for slope in (0.0, 0.1, 0.2, 0.3, 0.4))
+CALM, WARY = 0.0, 1.0
 """What is tried: how steeply the variance grows beyond the known points cannot be learnt from them."""
 
 
 class Plan(NamedTuple):
-    """A form of the variance, how its KL is counted, and how strongly B is held near the identity."""
+    """A form of the variance, how its KL is counted, how strongly B is held near the identity, and the power of the
+    features' distance that the scale of logits follows."""
 
     variance: str
     kl: str = "once"
     prior: float = 0.0
+    slope: float = 0.0
 
 
 SCALED = Plan("none")
@@ -82,10 +86,10 @@ class Decision(NamedTuple):
 
     plan: Plan
     recalibration: Recalibration = NONE
-    wariness: Wariness | None = None
+    wariness: float = CALM
 
 
-Trial = dict[Wariness | None, Tensor]
+Trial = dict[float, Tensor]
 """Log-probabilities (N, C) of rows that a candidate has not seen, by how wary it is of new kinds of points."""
 
 
@@ -93,19 +97,19 @@ class Record:
     """What is known of a candidate so far."""
 
     def __init__(self) -> None:
-        self.parts: dict[Wariness | None, list[Tensor]] = {}
+        self.parts: dict[float, list[Tensor]] = {}
 
     def add(self, trial: Trial) -> None:
         for wariness, log_p in trial.items():
             self.parts.setdefault(wariness, []).append(log_p.float())
 
-    def __getitem__(self, wariness: Wariness | None) -> Tensor:  # (N, C)
+    def __getitem__(self, wariness: float) -> Tensor:  # (N, C)
         return torch.cat(self.parts[wariness])
 
     @property
     def plain(self) -> Tensor:  # (N, C)
         """Without any wariness."""
-        return self[None]
+        return self[CALM]
 
 
 def shortened(training: Training) -> Training:
@@ -117,7 +121,10 @@ def candidates(rows: int, num_outputs: int) -> list[Plan]:
     """The forms worth trying, beside temperature scaling."""
     if rows < ROWS_AN_OUTPUT * num_outputs:
         return [Plan("shared")]
-    return [Plan("separable", prior=prior) for prior in PRIORS]
+    little, more, _ = PRIORS
+    if rows < ROWS_OF_ITS_OWN * num_outputs or num_outputs > FEW_OUTPUTS:
+        return [Plan("separable", prior=prior) for prior in PRIORS]
+    return [Plan("separable", prior=little), Plan("separable", prior=more), Plan("per_output", prior=little)]
 
 
 def choose(
@@ -165,7 +172,7 @@ def trials(job: Job) -> Iterator[tuple[Job, Outputs]]:
         held_out = part[:most]
         others = torch.ones(len(rows), dtype=torch.bool, device=order.device).index_fill(0, held_out, False)
         train = rows[others.nonzero().squeeze(-1)]
-        yield replace(job, train=train, num_data=len(train), data=train, checkpoint=None), rows[held_out]
+        yield job.part(train), rows[held_out]
         seen += len(held_out)
         if seen >= most:
             return
@@ -197,7 +204,7 @@ def verdict(records: dict[Plan, Record], y: Tensor) -> Decision:
         correction = Recalibration.of(record.plain, y)
         log_p = correction.log_probs(record.plain)
         score = float(losses(log_p, y).mean() / base.mean()) + price(log_p, scaled, y)
-        if gain(losses(log_p, y), base) > CLEAR and score < best_score:
+        if gain(losses(log_p, y), base) > LIKELY and score < best_score:
             best, best_score, recalibration = plan, score, correction
     return with_wariness(Decision(best, recalibration), records[best], y, most=float(base.mean()))
 
@@ -215,32 +222,23 @@ def gain(found: Tensor, base: Tensor) -> float:
 
 
 def with_wariness(plain: Decision, record: Record, y: Tensor, most: float) -> Decision:
-    """The wariness that suits known points best, or the greatest that is as good for them, with the confidence
-    corrected for it; if it costs them next to nothing, and leaves no greater loss than `most`."""
-    tried = sorted(wariness for wariness in record.parts if wariness is not None)
-    decisions = [corrected(plain, wariness, record, y) for wariness in tried]
-    found = [expected_loss(decision, record, y) for decision in decisions]
-    allowed = min((1.0 + WARY_PRICE) * expected_loss(plain, record, y), most)
-    if not found or min(found) > allowed:
+    """Wary, with the confidence corrected for it, if that costs known points next to nothing and leaves no greater loss
+    than `most`."""
+    if WARY not in record.parts:
         return plain
-    # As good: one number more, fitted to as many rows, would make the difference. Temperature scaling takes no chances.
-    enough = min(found) + (1.0 / len(y) if plain.plan != SCALED else 0.0)
-    return [d for d, loss in zip(decisions, found, strict=True) if loss <= min(allowed, enough)][-1]
-
-
-def corrected(plain: Decision, wariness: Wariness, record: Record, y: Tensor) -> Decision:
-    """The decision to be so wary: the confidence corrected anew, or as before with another temperature."""
-    log_p = record[wariness]
-    corrections = Recalibration.of(log_p, y), plain.recalibration.again(log_p, y)
-    decisions = [Decision(plain.plan, correction, wariness) for correction in corrections]
-    return min(decisions, key=lambda decision: expected_loss(decision, record, y))
+    log_p = record[WARY]
+    corrections = Recalibration.of(log_p, y), plain.recalibration.again(log_p, y)  # anew, or with the same bend
+    decisions = [Decision(plain.plan, correction, WARY) for correction in corrections]
+    wary = min(decisions, key=lambda decision: expected_loss(decision, record, y))
+    allowed = min((1.0 + WARY_PRICE) * expected_loss(plain, record, y), most)
+    return wary if expected_loss(wary, record, y) <= allowed else plain
 
 
 def expected_loss(decision: Decision, record: Record, y: Tensor) -> float:
     """The loss on other rows: each number that was fitted to these makes them look better by 1/N (Akaike, 1974)."""
-    correction, wariness = decision.recalibration, decision.wariness
-    numbers = (correction != NONE) + (correction.bend != 0.0) + (wariness is not None and wariness.slope != 0.0)
-    return float(losses(correction.log_probs(record[wariness]), y).mean()) + numbers / len(y)
+    correction = decision.recalibration
+    numbers = (correction != NONE) + (correction.bend != 0.0)
+    return float(losses(correction.log_probs(record[decision.wariness]), y).mean()) + numbers / len(y)
 
 
 def losses(log_p: Tensor, y: Tensor) -> Tensor:  # (N,)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.errors import DataError, OptionError
+from posthoc.fmgp.novelty import Novelty
 from posthoc.fmgp.objective import TrainingBatch
 from posthoc.kernels import Kernel
 from posthoc.likelihoods import Likelihood
@@ -88,8 +89,8 @@ class Coordinates(nn.Module):
 class PointView:
     """Outputs as the training loop sees them: wherever they are kept, a few rows at a time, on the head's device."""
 
-    def __init__(self, outputs: Outputs, coordinates: Coordinates) -> None:
-        self.outputs, self.coordinates = outputs, coordinates
+    def __init__(self, outputs: Outputs, coordinates: Coordinates, novelty: Novelty | None = None) -> None:
+        self.outputs, self.coordinates, self.novelty = outputs, coordinates, novelty
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -107,7 +108,13 @@ class PointView:
         part = self.outputs[rows].to(self.coordinates.device)
         assert part.targets is not None
         mean, target = likelihood.standardise(part.outputs, part.targets)
+        if self.novelty is not None and part.features is not None:
+            mean = mean / self.novelty.stretch(self.novelty.distance(part.features))
         return TrainingBatch(self.coordinates.points(part), mean, target)
+
+    def of(self, outputs: Outputs) -> PointView:
+        """Other rows, seen in the same way."""
+        return PointView(outputs, self.coordinates, self.novelty)
 
 
 class DrawnBatches:
@@ -138,7 +145,7 @@ class DrawnBatches:
                 self.everything = self.view.batch(self.likelihood, self.part)
             return self.everything.map(lambda t: t.expand(count, *t.shape))
         rows = self.reader(step, count) if self.reader else self._read(step, count)
-        block = PointView(rows, self.view.coordinates).batch(self.likelihood, slice(None))
+        block = self.view.of(rows).batch(self.likelihood, slice(None))
         return block.map(lambda t: t.unflatten(0, (count, -1)))
 
     def _read(self, step: int, count: int) -> Outputs:

@@ -135,7 +135,7 @@ def folds(job: Job) -> Iterator[tuple[Job, Outputs]]:
     for part in order.tensor_split(FOLDS):
         others = torch.ones(len(rows), dtype=torch.bool, device=order.device).index_fill(0, part, False)
         train = rows[others.nonzero().squeeze(-1)]
-        yield replace(job, train=train, num_data=len(train), data=train, checkpoint=None), rows[part]
+        yield job.part(train), rows[part]
 
 
 @torch.no_grad()

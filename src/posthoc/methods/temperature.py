@@ -11,7 +11,7 @@ from posthoc.errors import OptionError, PosthocWarning
 from posthoc.likelihoods import Categorical, Likelihood
 from posthoc.method import Job
 from posthoc.methods.likelihood_only import LikelihoodOnly
-from posthoc.sharpness import LIMITS, best_inverse
+from posthoc.sharpness import best_inverse, limit_reached
 
 __all__ = ["Temperature"]
 
@@ -28,8 +28,8 @@ class Temperature(LikelihoodOnly):
         if likelihood.fixed_temperature is not None:
             raise OptionError("Temperature scaling learns the temperature: use Categorical() without one.")
         inverse = best_inverse(job.train)
-        if inverse in LIMITS:
-            found = "all right" if inverse == LIMITS[1] else "no better than chance"
+        if (limit := limit_reached(job.train, inverse)) is not None:
+            found = "all right" if limit == "high" else "no better than chance"
             warnings.warn(
                 f"The predictions are {found} on these data, so the temperature was limited to {1.0 / inverse:g}. "
                 "Fit on data that the network has not memorised, with labels in the order of its outputs.",

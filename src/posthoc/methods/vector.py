@@ -19,7 +19,7 @@ from posthoc.methods.temperature import Temperature
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive, working_dtype
 from posthoc.saved import Saved
-from posthoc.sharpness import LIMITS, parts
+from posthoc.sharpness import limit_reached, parts
 
 __all__ = ["Vector"]
 
@@ -75,7 +75,8 @@ class Vector(Temperature):
         if bool((job.train.targets == job.train.targets[0]).all()):
             raise DataError(f"Expected labels of several classes, got {int(job.train.targets[0])} in every row.")
         base = Base.of(job.train, 1.0 / likelihood.temperature.item())
-        ridge = self.ridge if base.inverse not in LIMITS else math.inf  # what has a limit is not to be refined
+        limited = limit_reached(job.train, base.inverse) is not None
+        ridge = math.inf if limited else self.ridge  # what has a limit is not to be refined
         if ridge is None:
             ridge = best_ridge(base, job, self.seed)
         moved = base.fit(job.train, ridge, CLOSELY) if math.isfinite(ridge) else base.start(job.train)
