@@ -38,7 +38,8 @@ from posthoc.fmgp.plans import (
 from posthoc.fmgp.points import PointView
 from posthoc.fmgp.residuals import LearntResiduals, with_law
 from posthoc.fmgp.scoring import log_probs
-from posthoc.kernels import RBF, Kernel, as_kernel, describe, kernel_from_spec
+from posthoc.kernel_specs import kernel_from_spec
+from posthoc.kernels import RBF, Kernel, as_kernel, describe
 from posthoc.likelihoods import Categorical, Gaussian, Likelihood
 from posthoc.method import Job, Method, first_values
 from posthoc.outputs import Outputs, join
