@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
-from posthoc.errors import OptionError
-from posthoc.kernels import RBF, Constant, Kernel, Linear, Matern, Product, Sum, White
+from torch import Tensor
 
-__all__ = ["kernel_from_spec", "same_form"]
+from posthoc.errors import FileError, OptionError
+from posthoc.kernels import RBF, Constant, Kernel, Linear, Matern, Points, Product, Sum, White, as_kernel
+
+__all__ = ["kernel_from_file", "kernel_from_spec", "same_form"]
 
 PAIRS: dict[str, type[Kernel]] = {"sum": Sum, "product": Product}
 KINDS: dict[str, type[Kernel]] = {
@@ -29,7 +31,8 @@ def kernel_from_spec(spec: Any) -> Kernel:
     options = dict(spec)
     kind, start = options.pop("type", None), options.pop("start", {})
     if not isinstance(kind, str) or kind not in KINDS:
-        raise OptionError(f"Expected a kernel of {', '.join(KINDS)}, got {kind!r}.")
+        why = ": a GPyTorch kernel is not built by name, since that would run code" if kind == "gpytorch" else ""
+        raise OptionError(f"Expected a kernel of {', '.join(KINDS)}, got {kind!r}{why}.")
     signature = inspect.signature(KINDS[kind])
     try:
         signature.bind(**options)
@@ -56,3 +59,47 @@ def same_form(a: Any, b: Any) -> bool:
     names = (a.keys() | b.keys()) - {"start"}
     free = {"on"} if a.get("on") is None or b.get("on") is None else set()
     return all(same_form(a.get(name), b.get(name)) for name in names - free)
+
+
+def kernel_from_file(recipe: Mapping[str, Any], given: Any | None) -> Kernel:
+    """The kernel of a file, unfitted: built by name or, where that cannot be, the one given to `load`."""
+    kernel = as_kernel(given) if given is not None else None
+    if kernel is not None and not same_form(kernel.spec(), recipe):
+        raise FileError(
+            f"Expected the kernel this head was fitted with, {recipe}, found {kernel.spec()}: "
+            "give one of the same form."
+        )
+    try:
+        return kernel_from_spec(recipe)
+    except OptionError as error:
+        return kernel if kernel is not None else NotGiven(recipe, str(error))
+
+
+class NotGiven(Kernel):
+    """Stands for a kernel that a file names but that was not given to `load`: only its form is known. A head that has
+    no use for it predicts all the same."""
+
+    def __init__(self, recipe: Mapping[str, Any], why: str) -> None:
+        super().__init__()
+        self.named, self.why = dict(recipe), why
+
+    def spec(self) -> dict[str, Any]:
+        return self.named
+
+    def recipe(self) -> dict[str, Any]:
+        return self.named
+
+    def forward(self, a: Points, b: Points) -> Tensor:
+        self._ask()
+
+    def diag(self, a: Points) -> Tensor:
+        self._ask()
+
+    def spaces(self) -> set[str | None]:
+        self._ask()
+
+    def start(self, sample: Points, default: str) -> None:
+        self._ask()
+
+    def _ask(self) -> NoReturn:
+        raise FileError(f"{self.why} This head's is {self.named}: load(path, kernel=...) with one of the same form.")

@@ -16,7 +16,7 @@ from posthoc.inducing import Inducing, given, kmeans, per_class, random_classes,
 from posthoc.kernels import Kernel
 from posthoc.outputs import Outputs
 
-__all__ = ["Layout", "build"]
+__all__ = ["NOT_KEPT", "Layout", "build"]
 
 FULL_COUPLING = {"per_output": 32, "separable": 128}
 """Up to so many outputs B is a full Cholesky factor, by default."""
@@ -24,6 +24,8 @@ RANK = 8
 """The rank of B, by default, for more."""
 START = 1.0
 """L starts at so many times the identity, as in the paper; at zero it would stay."""
+NOT_KEPT = "given"
+"""What a head's file has in the place of inducing points that were the user's own."""
 
 
 class Layout(NamedTuple):
@@ -61,6 +63,11 @@ def build(
 
 def places(layout: Layout, view: PointView, generator: torch.Generator) -> dict[str, Tensor]:
     if isinstance(layout.inducing, str):
+        if layout.inducing == NOT_KEPT:
+            raise OptionError(
+                "Expected the inducing points that were given to the first fit, which the head's file does not hold: "
+                "to fit again, build FMGP(..., inducing=points)."
+            )
         choose = {"kmeans": kmeans, "random": random_points}[layout.inducing]
         return choose(view, layout.num_inducing, generator)
     spaces = view.coordinates.spaces

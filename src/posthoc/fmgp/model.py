@@ -18,7 +18,7 @@ from posthoc.augmentation import Augmented
 from posthoc.batches import iterate
 from posthoc.checks import choice, integer
 from posthoc.errors import DataError, FileError, LayerError, OptionError
-from posthoc.fmgp.building import Layout
+from posthoc.fmgp.building import NOT_KEPT, Layout
 from posthoc.fmgp.head import Head
 from posthoc.fmgp.making import TYPICAL, Maker
 from posthoc.fmgp.novelty import Wariness
@@ -38,7 +38,7 @@ from posthoc.fmgp.plans import (
 from posthoc.fmgp.points import PointView
 from posthoc.fmgp.residuals import LearntResiduals, with_law
 from posthoc.fmgp.scoring import log_probs
-from posthoc.kernel_specs import kernel_from_spec
+from posthoc.kernel_specs import kernel_from_file, kernel_from_spec, same_form
 from posthoc.kernels import RBF, Kernel, as_kernel, describe
 from posthoc.likelihoods import Categorical, Gaussian, Likelihood
 from posthoc.method import Job, Method, first_values
@@ -55,19 +55,10 @@ FEW_OUTPUTS = 32
 """Up to so many outputs the covariance among them comes with every prediction."""
 AT_ONCE = 2**24
 """Numbers in the largest tensor of a prediction, rows x outputs x inducing points: 128 MB."""
-RECIPE = (
-    "variance",
-    "num_inducing",
-    "alpha",
-    "layer",
-    "outputs_are",
-    "standardize",
-    "output_rank",
-    "kl",
-    "novelty",
-    "residuals",
-)
-"""Options that decide the numbers of a fit, beside those of training."""
+OPTIONS = ("variance", "num_inducing", "alpha", "standardize", "output_rank", "kl", "novelty", "residuals")
+"""Options that decide the numbers of a fit, beside those of training,"""
+RECIPE = (*OPTIONS, "layer", "outputs_are")
+"""and with those that all methods have."""
 CLASSIFIERS = {"steps": 1000, "lr": 0.01}
 """How classifiers are trained by default: smaller steps suit them."""
 STEPS_A_ROOT, FEWEST_STEPS, MOST_STEPS = 7.0, 200, 2000
@@ -331,36 +322,34 @@ class FMGP(Method):
         return known(self.head).state_dict()
 
     def _options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"alpha": self.alpha, "kl": self.kl, "standardize": self.standardize}
-        options |= {"novelty": self.novelty, "residuals": self.residuals}
-        return {**options, "training": self._training(), "head": known(self.head).options()}
+        owners = self.inducing_classes
+        return {
+            **{name: getattr(self, name) for name in (*OPTIONS, "cache")},
+            "kernel": self._kernel.recipe(),
+            "inducing": self.inducing if isinstance(self.inducing, str) else NOT_KEPT,
+            "inducing_classes": None if owners is None else torch.as_tensor(owners).tolist(),
+            "training": self._training(),
+            "head": known(self.head).options(),
+        }
 
     @classmethod
     def _rebuild(cls, saved: Saved) -> Self:
-        options, kernel = saved.options, saved.extra.get("kernel")
-        shape = options["head"]
-        if kernel is None and "gpytorch" in str(shape["kernel"]):
-            raise FileError(
-                f"This head has a GPyTorch kernel ({shape['kernel']}), which is not rebuilt from a file since that "
-                "would run code: load(path, kernel=...) with a kernel of the same class."
-            )
-        method = saved.unfitted(
-            cls,
-            kernel=as_kernel(kernel) if kernel is not None else kernel_from_spec(shape["kernel"]),
-            variance="shared" if shape["shared"] else "separable" if shape["separable"] else "per_output",
-            num_inducing=shape["num_inducing"],
-            alpha=options["alpha"],
-            standardize=options["standardize"],
-            output_rank=shape["rank"],
-            kl=options["kl"],
-            novelty=options["novelty"],
-            residuals=options["residuals"],
-            **options["training"],
-        )
+        options = saved.options
+        shape, training = options.pop("head"), options.pop("training")
+        options["kernel"] = kernel_from_file(options["kernel"], saved.extra.get("kernel"))
+        own_points = options["inducing"] == NOT_KEPT
+        if own_points:
+            del options["inducing"]
+        method = saved.unfitted(cls, **options, **training)
+        if own_points:
+            method.inducing = NOT_KEPT
         likelihood = copy.deepcopy(method._likelihood)
         if shape["normals"] is not None and isinstance(likelihood, Gaussian):
             likelihood = LearntResiduals(likelihood, shape["normals"])
-        head = Head.rebuild(saved.path, saved.tensors, shape, copy.deepcopy(method._kernel), likelihood)
+        # Temperature scaling has no use for the kernel that was asked for: it has one of its own.
+        used = same_form(method._kernel.spec(), shape["kernel"])
+        kernel = copy.deepcopy(method._kernel) if used else kernel_from_spec(shape["kernel"])
+        head = Head.rebuild(saved.path, saved.tensors, shape, kernel, likelihood)
         if head.process.kernel.spec() != shape["kernel"]:
             raise FileError(
                 f"Expected the kernel this head was fitted with, {shape['kernel']}, "
