@@ -187,7 +187,7 @@ class FMGP(Method):
             likelihood = LearntResiduals.before(likelihood, self.alpha)
 
         def train(part: Job) -> tuple[Head, History]:
-            return self._maker(part).train(part, decision.plan, training, likelihood)
+            return self._maker(part, some_rows=part is not job).train(part, decision.plan, training, likelihood)
 
         if isinstance(likelihood, LearntResiduals):
             beside = self._maker(job).beside_others(job, training)
@@ -234,7 +234,7 @@ class FMGP(Method):
 
     def _attempt(self, trial: Job, plan: Plan, unseen: Outputs) -> Trial:
         """What a plan, fitted on some rows, says of others."""
-        head, _ = self._maker(trial).train(trial, plan, shortened(self.training))
+        head, _ = self._maker(trial, some_rows=True).train(trial, plan, shortened(self.training))
         found: Trial = {None: log_probs(head, unseen)}
         for wariness in WARINESS if self.novelty is None else ():
             head.grow_wary(trial.train.spread(TYPICAL).to(head.device), wariness)
@@ -242,9 +242,11 @@ class FMGP(Method):
                 found[wariness] = log_probs(head, unseen)
         return found
 
-    def _maker(self, job: Job) -> Maker:
-        """How a head of these options is made of a job's data."""
-        layout = Layout(self.inducing, self.inducing_classes, self.num_inducing, self.output_rank)
+    def _maker(self, job: Job, *, some_rows: bool = False) -> Maker:
+        """How a head of these options is made of a job's data, which may be some rows of the fit's."""
+        # Fewer inducing points are worth a warning only where the head that is kept has them.
+        points = min(self.num_inducing, len(job.train)) if some_rows else self.num_inducing
+        layout = Layout(self.inducing, self.inducing_classes, points, self.output_rank)
         home = self._home(job.train.outputs.device)
         fresh = None if self._cached(job) else partial(self._fresh, job.data)
         return Maker(self._kernel, self._likelihood, layout, self.alpha, self.standardize, home, fresh)
