@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from posthoc.errors import FileError, OptionError
+from posthoc.files import changed
 from posthoc.kernels import RBF, Constant, Kernel, Linear, Matern, Points, Product, Sum, White, as_kernel
 
-__all__ = ["kernel_from_file", "kernel_from_spec", "same_form"]
+__all__ = ["kernel_from_file", "kernel_from_spec", "kernel_of_head", "same_form"]
 
 PAIRS: dict[str, type[Kernel]] = {"sum": Sum, "product": Product}
 KINDS: dict[str, type[Kernel]] = {
@@ -73,6 +76,16 @@ def kernel_from_file(recipe: Mapping[str, Any], given: Any | None) -> Kernel:
         return kernel_from_spec(recipe)
     except OptionError as error:
         return kernel if kernel is not None else NotGiven(recipe, str(error))
+
+
+def kernel_of_head(path: str | os.PathLike[str], asked: Kernel, spec: Any) -> Kernel:
+    """The kernel of a fitted head, its parameters to be loaded afterwards: that which was asked for or, since
+    temperature scaling has no use for it, a constant one."""
+    if same_form(asked.spec(), spec):
+        return copy.deepcopy(asked)
+    if spec == Constant().spec():
+        return Constant()
+    raise changed(path, f"a head with the kernel {spec}, fitted for {asked.spec()}")
 
 
 class NotGiven(Kernel):

@@ -18,6 +18,7 @@ from posthoc.augmentation import Augmented
 from posthoc.batches import iterate
 from posthoc.checks import choice, integer
 from posthoc.errors import DataError, FileError, LayerError, OptionError
+from posthoc.files import check_config
 from posthoc.fmgp.building import NOT_KEPT, Layout
 from posthoc.fmgp.head import Head
 from posthoc.fmgp.making import TYPICAL, Maker
@@ -38,7 +39,7 @@ from posthoc.fmgp.plans import (
 from posthoc.fmgp.points import PointView
 from posthoc.fmgp.residuals import LearntResiduals, with_law
 from posthoc.fmgp.scoring import log_probs
-from posthoc.kernel_specs import kernel_from_file, kernel_from_spec, same_form
+from posthoc.kernel_specs import kernel_from_file, kernel_of_head
 from posthoc.kernels import RBF, Kernel, as_kernel, describe
 from posthoc.likelihoods import Categorical, Gaussian, Likelihood
 from posthoc.method import Job, Method, first_values
@@ -59,6 +60,15 @@ OPTIONS = ("variance", "num_inducing", "alpha", "standardize", "output_rank", "k
 """Options that decide the numbers of a fit, beside those of training,"""
 RECIPE = (*OPTIONS, "layer", "outputs_are")
 """and with those that all methods have."""
+PARTS = {
+    **dict.fromkeys((*OPTIONS, "cache"), object),
+    "kernel": dict,
+    "inducing": str,
+    "inducing_classes": list | None,
+    "training": dict,
+    "head": dict,
+}
+"""What the options in a file are."""
 CLASSIFIERS = {"steps": 1000, "lr": 0.01}
 """How classifiers are trained by default: smaller steps suit them."""
 STEPS_A_ROOT, FEWEST_STEPS, MOST_STEPS = 7.0, 200, 2000
@@ -336,7 +346,7 @@ class FMGP(Method):
 
     @classmethod
     def _rebuild(cls, saved: Saved) -> Self:
-        options = saved.options
+        check_config(saved.path, options := saved.options, PARTS)
         shape, training = options.pop("head"), options.pop("training")
         options["kernel"] = kernel_from_file(options["kernel"], saved.extra.get("kernel"))
         own_points = options["inducing"] == NOT_KEPT
@@ -347,11 +357,11 @@ class FMGP(Method):
             method.inducing = NOT_KEPT
         likelihood = copy.deepcopy(method._likelihood)
         if shape["normals"] is not None and isinstance(likelihood, Gaussian):
+            laws = saved.tensors["likelihood.weights"].shape[:-1]
+            saved.check_some({"likelihood.weights": (*laws, shape["normals"])})
             likelihood = LearntResiduals(likelihood, shape["normals"])
-        # Temperature scaling has no use for the kernel that was asked for: it has one of its own.
-        used = same_form(method._kernel.spec(), shape["kernel"])
-        kernel = copy.deepcopy(method._kernel) if used else kernel_from_spec(shape["kernel"])
-        head = Head.rebuild(saved.path, saved.tensors, shape, kernel, likelihood)
+        kernel = kernel_of_head(saved.path, method._kernel, shape["kernel"])
+        head = Head.rebuild(saved, shape, kernel, likelihood)
         if head.process.kernel.spec() != shape["kernel"]:
             raise FileError(
                 f"Expected the kernel this head was fitted with, {shape['kernel']}, "
