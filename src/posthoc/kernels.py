@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from posthoc.checks import choice
+from posthoc.checks import as_numbers, choice
 from posthoc.errors import OptionError
 from posthoc.rbf import RBFValues
 
@@ -383,11 +383,8 @@ def count(points: Points) -> int:
 
 
 def log_positive(value: Any, name: str) -> Tensor:
-    try:
-        tensor = torch.as_tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
-        tensor = torch.tensor(math.nan)
-    if not bool(((tensor > 0) & tensor.isfinite()).all()):
+    tensor = as_numbers(value, torch.float64)
+    if tensor is None or not bool(((tensor > 0) & tensor.isfinite()).all()):
         raise OptionError(
             f"Expected {name} above zero, got {value.tolist() if isinstance(value, Tensor) else value!r}."
         )

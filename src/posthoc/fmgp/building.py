@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from posthoc.checks import as_numbers
 from posthoc.errors import DataError, OptionError
 from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.plans import Plan
@@ -78,7 +79,9 @@ def places(layout: Layout, view: PointView, generator: torch.Generator) -> dict[
 def classes(layout: Layout, m: int, num_outputs: int, generator: torch.Generator) -> Tensor:
     if layout.inducing_classes is None:
         return random_classes(m, num_outputs, generator)
-    found = torch.as_tensor(layout.inducing_classes).long()
+    found = as_numbers(layout.inducing_classes, torch.long)
+    if found is None:
+        raise OptionError(f"Expected {m} inducing_classes, each a number, got {layout.inducing_classes!r}.")
     if found.shape != (m,) or int(found.min()) < 0 or int(found.max()) >= num_outputs:
         raise OptionError(
             f"Expected {m} inducing_classes from 0 to {num_outputs - 1}, got {found.tolist()[:10]} "

@@ -39,6 +39,7 @@ from posthoc.fmgp.plans import (
 from posthoc.fmgp.points import PointView
 from posthoc.fmgp.residuals import LearntResiduals, with_law
 from posthoc.fmgp.scoring import log_probs
+from posthoc.inducing import as_points
 from posthoc.kernel_specs import kernel_from_file, kernel_of_head
 from posthoc.kernels import RBF, Kernel, as_kernel, describe
 from posthoc.likelihoods import Categorical, Gaussian, Likelihood
@@ -145,6 +146,9 @@ class FMGP(Method):
                 raise OptionError('inducing="per_class" needs classes; use "kmeans" or "random" for regression.')
             if inducing == "per_class" and inducing_classes is not None:
                 raise OptionError('inducing="per_class" takes the classes from the data: leave inducing_classes out.')
+        else:
+            for block in inducing.values() if isinstance(inducing, Mapping) else [inducing]:
+                as_points(block)  # refuses what can be none, before the network is run
         if unknown := training.keys() - Training.__dataclass_fields__.keys():
             known_options = ", ".join(Training.__dataclass_fields__)
             raise OptionError(
