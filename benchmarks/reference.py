@@ -31,7 +31,8 @@ class DenseFMGP(nn.Module):
         kernel = cast(RBF, process.kernel)
         (space,) = head.coordinates.spaces
         self.num_data, self.num_outputs = num_data, process.num_outputs
-        level = likelihood.noise if isinstance(likelihood, Gaussian) else cast(Categorical, likelihood).temperature
+        classes = cast(Categorical, likelihood)
+        level = likelihood.noise if isinstance(likelihood, Gaussian) else classes.relative_temperature
         alone = torch.eye(self.num_outputs, device=process.l_raw.device)
         coupling = process.coupling.factor if process.coupling is not None else alone
         self.z = parameter(process.z[space])
@@ -44,6 +45,7 @@ class DenseFMGP(nn.Module):
         self.location = head.coordinates.get_buffer(f"{space}_location")
         self.scale = head.coordinates.get_buffer(f"{space}_scale")
         self.target_scale = likelihood.scale if isinstance(likelihood, Gaussian) else None
+        self.unit = likelihood.unit if isinstance(likelihood, Categorical) else None
 
     def b(self) -> Tensor:  # (C, C)
         return self.b_factor.tril() @ self.b_factor.tril().mT
@@ -75,7 +77,8 @@ class DenseFMGP(nn.Module):
             residual = (y.double() - mean.double()) / self.target_scale
             total = variance + self.log_level.exp()
             return -0.5 * (residual.square() / total + total.log() + math.log(2.0 * math.pi)).sum(-1)
-        mean, rows, top = mean.double(), torch.arange(len(y), device=y.device), mean.argmax(-1)
+        assert self.unit is not None
+        mean, rows, top = mean.double() / self.unit, torch.arange(len(y), device=y.device), mean.argmax(-1)
         difference = variance + variance[rows, top][:, None] - 2.0 * covariance[rows, top]
         scale = (self.log_level.exp().square() + math.pi / 16.0 * difference.clamp_min(0.0)).sqrt()
         return -F.cross_entropy((mean - mean[rows, top][:, None]) / scale, y, reduction="none")

@@ -242,6 +242,7 @@ def fit_reference(task: Task, device: torch.device, steps: int, seed: int) -> Fi
     reference = DenseFMGP(start.head, len(task.fit[0]))
     with torch.no_grad():
         reference.l.copy_(torch.eye(len(reference.l)))  # where the paper starts; our own start would serve it worse
+    reference.unit = torch.ones_like(reference.l[0, 0])  # and logits as they come
     wide = task.double()
     batches = endless(loader(wide.fit, BATCH))
     seconds = timed(lambda: train_reference(reference, wide.look, batches, steps), device)

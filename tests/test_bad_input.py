@@ -516,6 +516,9 @@ def test_inducing_points_of_ones_own_are_taken(form: str) -> None:
         (torch.zeros(0, HIDDEN), DataError, rf"shape \(M, {HIDDEN}\) for features, got \(0, {HIDDEN}\)"),
         (torch.full((4, HIDDEN), math.nan), DataError, "finite inducing points"),
         ({"inputs": torch.zeros(4, WIDTH)}, OptionError, "points for features, got them for inputs"),
+        (None, OptionError, r'"kmeans" or "random".*points of your own, numbers of shape \(M, D\), got None'),
+        ([["a"]], OptionError, r"points of your own.*got \[\['a'\]\]"),
+        ({"features": "a"}, OptionError, "points of your own.*got 'a'"),
     ],
 )
 def test_inducing_points_that_do_not_fit_are_refused(z: Any, error: type[Exception], message: str) -> None:
@@ -526,6 +529,31 @@ def test_inducing_points_that_do_not_fit_are_refused(z: Any, error: type[Excepti
 def test_inducing_classes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(OptionError, match=r"4 inducing_classes from 0 to 2, got \[0, 1, 2, 3\]"):
         classification(inducing_classes=[0, 1, 2, 3]).fit((inputs(), labels()))
+    with pytest.raises(OptionError, match="4 inducing_classes, each a number, got 'abcd'"):
+        classification(inducing_classes="abcd").fit((inputs(), labels()))
+
+
+def test_inducing_points_that_are_none_are_refused_before_the_network_is_run() -> None:
+    with pytest.raises(OptionError, match="points of your own"):
+        regression(inducing=None)
+
+
+@pytest.mark.parametrize(
+    "likelihood",
+    [None, 3, nn.CrossEntropyLoss(), Gaussian, ["regression"], {"type": ["gaussian"]}, {"noise": "shared"}],
+)
+def test_what_is_no_likelihood_is_refused(likelihood: Any) -> None:
+    expected = (
+        r'Expected likelihood="regression" or "classification" \(or an object, Gaussian\(\) or Categorical\(\)\), got '
+    )
+    with pytest.raises(OptionError, match=expected):
+        FMGP(mlp(), likelihood)
+
+
+@pytest.mark.parametrize("temperature", ["hot", [1.0, 2.0], torch.ones(2), math.inf, -1.0])
+def test_temperatures_that_are_no_number_are_refused(temperature: Any) -> None:
+    with pytest.raises(OptionError, match="Expected a positive temperature, or None to learn it, got "):
+        Categorical(temperature=temperature)
 
 
 # What is missing.

@@ -54,7 +54,7 @@ def reals(n: int = 40, seed: int = 2) -> Outputs:
 
 
 def foreseen(n: int = 40, seed: int = 2, *, wrong: int = 0) -> Outputs:
-    """Labels that are the network's own, but for so many in ten: with some wrong, one can be too sure."""
+    """Labels that are the network's own, but for so many in ten: where none is wrong, one can be too unsure."""
     outputs = classes(n, seed)
     top = outputs.outputs.argmax(-1)
     return outputs.with_targets(torch.where(torch.arange(n) % 10 < wrong, (top + 1) % 3, top))
@@ -68,7 +68,7 @@ Case = tuple[Any, dict[str, Any], Outputs, Outputs | None]
 CASES: dict[str, Callable[[], Case]] = {  # made when they are used: a process that is to be forked must not compute
     "regression": lambda: ("regression", {}, reals(), None),
     "classes": lambda: ("classification", {"variance": "per_output", "output_rank": 2}, classes(), None),
-    "stops early": lambda: ("classification", STOPPING, foreseen(), foreseen(30, seed=5, wrong=1)),
+    "stops early": lambda: ("classification", STOPPING, foreseen(wrong=1), foreseen(30, seed=5)),
     "Monte Carlo": lambda: (Categorical(training="monte_carlo", samples=4), {}, classes(), classes(12, seed=5)),
 }
 

@@ -187,6 +187,28 @@ def test_bad_input_is_told_in_words_and_leaves_nothing(folder: Path, arguments: 
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("type = 'sum'", r"kernel 'sum' with both of its options, left, right; got none"),
+        (
+            "type = 'sum'\nleft = 'rbf'\nright = 'white'",
+            "a kernel as a table of its type and options, got 'rbf'",
+        ),
+        ("type = 'rbf'\nfoo = 3", r"kernel 'rbf' with some of its options, on, lengthscale, amplitude; got foo"),
+        ("type = 'rbf'\nlengthscale = 'a'", "Expected length-scales above zero, got 'a'"),
+        ("type = 'rbf'\namplitude = [1.0, 2.0]", "Expected an amplitude, which is one number, got 2"),
+        ("type = ['rbf']", r"Expected a kernel of rbf, .* got \['rbf'\]"),
+        ("type = 'gpytorch'", r"Expected a kernel of rbf, .* got 'gpytorch'"),
+        ("type = 'rbf'\nstart = 3", "Expected first values of the kernel 'rbf'"),
+    ],
+)
+def test_wrong_kernel_table_is_told_in_words(folder: Path, table: str, message: str) -> None:
+    (folder / "c.toml").write_text(f"[kernel]\n{table}\n")
+    with pytest.raises(OptionError, match=message):
+        posthoc("fit", "classes.npz", "--task", "classification", "-o", "h", "--config", "c.toml")
+
+
 def test_errors_and_warnings_are_one_line_each(folder: Path) -> None:
     command = [sys.executable, "-m", "posthoc", "fit", "classes.npz[:4]", "--task", "classification", "-o", "h"]
     done = subprocess.run([*command, "--set", "steps=2"], capture_output=True, text=True, check=True)

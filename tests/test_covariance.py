@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posthoc.errors import NotPSDError, PosthocWarning
-from posthoc.fmgp.covariance import correction, kl_divergence, marginal_variance
+from posthoc.fmgp.covariance import correction, kl_divergence, marginal_variance, output_covariance
 from posthoc.linalg import cholesky
 from tests import oracles
 
@@ -108,6 +108,24 @@ def test_gradients_agree_with_finite_differences():
 
     inputs = [t.clone().requires_grad_() for t in (chol, kzz, kxz)]
     assert torch.autograd.gradcheck(both, inputs, eps=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_family_is_in_float64_whatever_its_tensors_are(dtype):
+    rounded = [tensor.to(dtype) for tensor in problem(2)]
+    chol, kzz, k_xz, k_diag = rounded
+    exact = [tensor.double() for tensor in rounded]
+    found, expected = correction(chol, kzz), correction(exact[0], exact[1])
+    assert torch.equal(found.w, expected.w)
+    assert torch.equal(found.kl, expected.kl)
+    k_xz.requires_grad_()
+    variance = marginal_variance(k_diag, k_xz, found.w)
+    assert torch.equal(variance, marginal_variance(exact[3], exact[2], expected.w))
+    assert torch.autograd.grad(variance.sum(), k_xz)[0].dtype == dtype
+    b, taken = torch.eye(3, dtype=dtype) + 0.5, torch.ones(3, 7, 5, dtype=dtype) / 3.0
+    covariance = output_covariance(b, k_diag, taken)
+    assert torch.equal(covariance, output_covariance(b.double(), exact[3], taken.double()))
+    assert output_covariance(b, exact[3], taken).dtype == torch.float64
 
 
 def test_jitter_grows_with_a_warning_then_the_matrix_is_refused():

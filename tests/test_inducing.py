@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 from posthoc import FMGP, Outputs, PosthocWarning
+from posthoc.fmgp import plans
 from posthoc.inducing import distinct, kmeans, per_class, random_classes, random_points
 
 
@@ -69,6 +72,34 @@ def test_more_inducing_points_than_data_warns_and_takes_the_data():
         with pytest.warns(PosthocWarning, match="Asked for 9 inducing points but there are only 4"):
             z = choose(Rows(features=x), 9, seeded())["features"]
         assert sorted(z.tolist()) == sorted(x.tolist())
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+@pytest.mark.parametrize("inducing", ["kmeans", "random"])
+@pytest.mark.parametrize(("m", "warns"), [(200, 0), (300, 1)])
+def test_only_the_fit_that_is_kept_warns_of_fewer_points(task, inducing, m, warns, monkeypatch):
+    """Fits on parts of the rows, which there are in both tasks, have fewer rows than were asked for."""
+    g = seeded()
+    outputs, features = torch.randn(250, 2, generator=g), torch.randn(250, 3, generator=g)
+    if task == "regression":
+        y = features[:, :2] * torch.randn(250, 2, generator=g)
+    else:
+        y = torch.arange(250) % 2
+        chosen = plans.choose
+
+        def tried(job, candidates, *more):
+            chosen(job, candidates, *more)
+            return plans.Decision(candidates[0])  # temperature scaling has no points to speak of
+
+        monkeypatch.setattr("posthoc.fmgp.model.choose", tried)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PosthocWarning)
+        bayes = FMGP(None, task, inducing=inducing, num_inducing=m, steps=60, lr=0.05).fit(
+            Outputs(outputs, y, features)
+        )
+    assert len(bayes.head.process.l_raw) == min(m, 250)
+    told = [str(w.message) for w in caught if "inducing points" in str(w.message)]
+    assert told == [f"Asked for {m} inducing points but there are only 250 data points: using 250."] * warns
 
 
 def test_per_class_points_belong_to_the_class_of_their_row():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import gpytorch
@@ -10,12 +11,14 @@ import torch
 
 from posthoc import RBF, Constant, Linear, Matern, OptionError, White
 from posthoc.fmgp.coupling import OutputCovariance
-from posthoc.kernels import as_kernel, gram, kernel_from_spec
+from posthoc.kernel_specs import kernel_from_spec, same_form
+from posthoc.kernels import as_kernel, gram
 from tests import oracles
 
 G = torch.Generator().manual_seed(0)
 A = {"inputs": torch.randn(6, 3, dtype=torch.float64, generator=G)}
 B = {"inputs": torch.randn(4, 3, dtype=torch.float64, generator=G)}
+THEIRS = gpytorch.kernels
 SCALES = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
 
 
@@ -102,6 +105,32 @@ def test_a_kernel_is_rebuilt_from_its_spec(kernel):
     assert torch.equal(gram(again, A), gram(kernel, A))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RBF(),
+        lambda: RBF(lengthscale=0.7, amplitude=3.0),
+        lambda: Matern(1.5, on="inputs", lengthscale=SCALES).requires_grad_(False),
+        lambda: RBF().requires_grad_(False) * (Linear(variance=0.1) + White(0.3)) + Constant(),
+    ],
+)
+def test_a_recipe_gives_the_kernel_before_its_fit(make):
+    again = kernel_from_spec(json.loads(json.dumps(make().recipe())))
+    assert again.recipe() == make().recipe()
+    for found, expected in zip(ready(again).parameters(), ready(make()).parameters(), strict=True):
+        assert torch.equal(found, expected)
+        assert found.requires_grad == expected.requires_grad
+
+
+def test_forms_of_kernels_are_told_apart():
+    paper = RBF(on="inputs") * (Linear(on="features") + White())
+    assert same_form(paper.spec(), paper.recipe())
+    assert same_form(RBF().spec(), RBF(on="inputs", lengthscale=2.0).recipe())
+    for other in (RBF(on="inputs"), RBF(on="inputs") * (Linear(on="outputs") + White()), RBF() + (Linear() + White())):
+        assert not same_form(paper.spec(), other.spec())
+    assert not same_form(Matern(0.5).spec(), Matern(1.5).spec())
+
+
 def test_gradients_agree_with_finite_differences():
     kernel = ready(RBF() * (Linear() + White()) + Matern(2.5) + Constant())
     names, values = zip(*kernel.named_parameters(), strict=True)
@@ -157,6 +186,12 @@ def test_output_covariance_gives_one_matrix_in_every_form(rank):
         (lambda: ready(RBF(lengthscale=torch.ones(2))), "each of the 3 inputs, got 2"),
         (lambda: as_kernel("rbf"), "posthoc or GPyTorch kernel, got str"),
         (lambda: kernel_from_spec({"type": "magic"}), "got 'magic'"),
+        (lambda: RBF(lengthscale="long"), "length-scales above zero, got 'long'"),
+        (lambda: Linear(variance=None), "a variance above zero, got None"),
+        (lambda: Matern(amplitude=torch.ones(2)), "an amplitude, which is one number, got 2"),
+        (lambda: ready(as_kernel(THEIRS.MultitaskKernel(THEIRS.RBFKernel(), 2))), r"one row a point.*MultitaskKernel"),
+        (lambda: ready(as_kernel(THEIRS.RBFKernel(batch_shape=torch.Size([2])))), r"one row a point.*\(2, 2, 2\)"),
+        (lambda: ready(as_kernel(THEIRS.RBFKernel(ard_num_dims=7))), "looks at 3 inputs, got a RBFKernel that cannot"),
     ],
 )
 def test_impossible_kernels_are_refused(make, message):

@@ -23,6 +23,7 @@ from posthoc.fmgp.making import TYPICAL
 from posthoc.fmgp.points import AHEAD, VALUES_AHEAD, DrawnBatches
 from posthoc.latent import Latent
 from posthoc.method import AT_ONCE
+from posthoc.sharpness import TYPICAL as SUITABLE
 from posthoc.storage import open_outputs
 from posthoc.storage.folder import ArraySpec, Manifest, array_path
 from posthoc.training.steps import PlainSteps
@@ -238,7 +239,9 @@ def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(
     kernel, sample, passes = 1000, 2000, 100 * 1000  # its length-scale, where k-means starts, and k-means
     again = steps * batch  # the batches, once more, as points
     doubts = min(rows, ROWS)  # those that tell whether the network has memorised the data
-    assert rows_read["all"] <= min(rows, TYPICAL) + kernel + sample + passes + rows_read["steps"] + again + doubts
+    unit = 6 * (SUITABLE + 1)  # those that logits are measured by, looked at again and again
+    most = min(rows, TYPICAL) + kernel + sample + passes + rows_read["steps"] + again + doubts + unit
+    assert rows_read["all"] <= most
     assert seen.numbers <= max(TYPICAL * WIDTH, 1000 * 1000), seen.shape  # or the pairs of the kernel's sample
 
 

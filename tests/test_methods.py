@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from scipy.optimize import minimize_scalar
@@ -41,7 +43,7 @@ def test_registry_knows_methods_by_their_names():
 
 
 def test_head_of_a_method_nobody_knows_is_refused(tmp_path):
-    config = dict.fromkeys(("options", "likelihood", "layer", "outputs_are", "width", "network"))
+    config = {"options": {}, "likelihood": {}, "layer": None, "outputs_are": "logits", "width": [2], "network": None}
     write_head(tmp_path / "head", {"a": torch.zeros(1)}, {**config, "method": "from_the_future"})
     with pytest.raises(FileError, match="found one of 'from_the_future'"):
         load(tmp_path / "head")
@@ -130,10 +132,23 @@ def test_temperature_does_not_depend_on_how_rows_are_read(monkeypatch):
 
 def test_a_network_that_is_always_right_or_never_is_told():
     logits = 2.0 * torch.eye(3).repeat(10, 1)
-    with pytest.warns(PosthocWarning, match="all right on these data, so the temperature was limited to 0.001"):
-        Temperature(None, "classification").fit(Outputs(logits, logits.argmax(-1)))
-    with pytest.warns(PosthocWarning, match="no better than chance"):
-        Temperature(None, "classification").fit(Outputs(logits, (logits.argmax(-1) + 1) % 3))
+    for scale in (1e-6, 1.0, 1e6):
+        with pytest.warns(PosthocWarning, match="all right on these data, so the temperature was limited to"):
+            right = Temperature(None, "classification").fit(Outputs(scale * logits, logits.argmax(-1)))
+        # In units of the root mean square of the logits below the top one, whatever their own are.
+        assert right.likelihood.temperature.item() == pytest.approx(1e-4 * scale * 2.0 * math.sqrt(2 / 3))
+        with pytest.warns(PosthocWarning, match="no better than chance"):
+            Temperature(None, "classification").fit(Outputs(scale * logits, (logits.argmax(-1) + 1) % 3))
+
+
+@pytest.mark.filterwarnings("error::posthoc.PosthocWarning")
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1e3, 1e6])
+def test_temperature_takes_logits_of_any_size(scale):
+    data = classified()
+    plain, scaled = (
+        Temperature(None, "classification").fit(Outputs(s * data.outputs, data.targets)) for s in (1.0, scale)
+    )
+    assert scaled.likelihood.temperature.item() == pytest.approx(scale * plain.likelihood.temperature.item(), rel=1e-6)
 
 
 def test_temperature_is_for_classes_and_learns_it():

@@ -26,7 +26,8 @@ def features(n: int = 4000, d: int = 6, seed: int = 0) -> torch.Tensor:
 def classified(n: int = 400, seed: int = 0) -> Outputs:
     g = G().manual_seed(seed)
     logits = 3.0 * torch.randn(n, 3, generator=g)
-    return Outputs(logits, torch.randint(3, (n,), generator=g), features(n, seed=seed).float())
+    y = torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1)
+    return Outputs(logits, y, features(n, seed=seed).float())
 
 
 def test_distance_is_mahalanobis_of_the_direction():

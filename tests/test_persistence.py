@@ -30,7 +30,6 @@ from posthoc import (
     Matern,
     OptionError,
     Outputs,
-    PosthocError,
     White,
 )
 from tests.cases import QUICK, N, answers, inputs, labels, mlp, numbers, recorded, same, values
@@ -366,7 +365,11 @@ def test_kernel_that_this_version_does_not_know_is_refused(tmp_path: Path) -> No
     tensors, config = contents(path)
     config["options"]["head"]["kernel"] = {"type": "periodic", "on": "features"}
     rewrite(path, tensors, config)
-    with pytest.raises(PosthocError, match=r"rbf, matern.*got 'periodic'"):
+    with pytest.raises(FileError, match=r"kernel .*'periodic'.*fitted for .*'rbf'"):
+        FMGP.load(path, model=mlp())
+    config["options"]["kernel"] = {"type": "periodic", "on": None}
+    rewrite(path, tensors, config)
+    with pytest.raises(FileError, match=r"rbf, matern.*got 'periodic'"):
         FMGP.load(path, model=mlp())
 
 

@@ -11,8 +11,7 @@ import torch
 
 from posthoc import FMGP, Categorical, Outputs, Temperature, load
 from posthoc.fmgp import plans
-from posthoc.fmgp.novelty import Wariness
-from posthoc.fmgp.plans import FEWEST, FOLDS, SCALED, Plan, Trial, candidates, choose, shortened
+from posthoc.fmgp.plans import CALM, FEWEST, FOLDS, SCALED, WARY, Plan, Trial, candidates, choose, shortened
 from posthoc.method import Job
 from posthoc.recalibration import NONE, Recalibration
 from posthoc.training import Training
@@ -20,7 +19,6 @@ from posthoc.training import Training
 G = torch.Generator
 QUICK: dict[str, Any] = {"steps": 60, "lr": 0.02, "num_inducing": 20}
 ONE, TEN = Plan("separable", prior=1.0), Plan("separable", prior=10.0)
-WARY = Wariness(0.0, 0.5)
 
 
 def data(n: int = 1200, *, wrong: bool = False, classes: int = 3, seed: int = 0) -> Outputs:
@@ -50,7 +48,7 @@ def decide(n: int = 900, **log_p: Any) -> plans.Decision:
     def attempt(trial: Job, plan: Plan, unseen: Outputs) -> Trial:
         name = next(k for k, v in named.items() if v == plan)
         found = log_p[name](unseen.targets)
-        return found if isinstance(found, dict) else {None: found}
+        return found if isinstance(found, dict) else {CALM: found}
 
     return choose(job(data(n)), [named[k] for k in log_p if k != "scaled"], attempt)
 
@@ -106,7 +104,7 @@ def test_too_much_confidence_is_corrected():
     rows = Outputs(logits, y)
 
     def attempt(trial: Job, plan: Plan, unseen: Outputs) -> Trial:
-        return {None: (unseen.outputs * (0.05 if plan == SCALED else 2.0)).log_softmax(-1)}
+        return {CALM: (unseen.outputs * (0.05 if plan == SCALED else 2.0)).log_softmax(-1)}
 
     found = choose(job(rows), [ONE], attempt)
     assert found.plan == ONE
@@ -124,55 +122,27 @@ def unsteady(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return found
 
 
-LITTLE, MORE, MUCH = (Wariness(slope, 0.5) for slope in (0.1, 0.2, 0.3))
-
-
-def test_the_wariness_that_suits_known_rows_best_is_taken():
-    found = decide(
-        scaled=right(2),
-        one=lambda y: {None: right(3)(y), LITTLE: unsteady(0.2)(y), MORE: right(3)(y), MUCH: unsteady(0.2)(y)},
-    )
-    assert (found.plan, found.wariness) == (ONE, MORE)
-
-
-def test_in_doubt_the_greater_wariness_is_taken():
-    doubtful = decide(scaled=right(2), one=lambda y: {None: right(3)(y), LITTLE: right(3)(y), MORE: unsteady(0.01)(y)})
-    assert (doubtful.plan, doubtful.wariness) == (ONE, MORE)
-
-
 def test_wariness_may_cost_known_rows_next_to_nothing():
-    for size, taken in ((0.05, WARY), (0.5, None)):
+    for size, taken in ((0.05, WARY), (0.5, CALM)):
         wary = unsteady(size)
-        found = decide(scaled=right(2), one=lambda y: {None: right(3)(y), WARY: wary(y)})  # noqa: B023
+        found = decide(scaled=right(2), one=lambda y: {CALM: right(3)(y), WARY: wary(y)})  # noqa: B023
         assert (found.plan, found.wariness) == (ONE, taken)
-    assert decide(scaled=right(3)).wariness is None
+    assert decide(scaled=right(3)).wariness == CALM
 
 
 def test_temperature_scaling_pays_nothing_for_wariness():
     """Who falls back to it must not lose to it."""
-    assert decide(n=9000, scaled=lambda y: {None: right(3)(y), WARY: unsteady(0.01)(y)}).wariness is None
-    assert decide(scaled=lambda y: {None: unsteady(0.5)(y), WARY: right(3)(y)}).wariness == WARY
-    doubtful = decide(scaled=lambda y: {None: unsteady(0.5)(y), LITTLE: right(3)(y), MORE: unsteady(0.01)(y)})
-    assert doubtful.wariness == LITTLE
-
-
-def test_what_was_fitted_to_few_rows_must_gain_more():
-    """A slope looks better on the rows it was chosen on than it is, by as much as chance gives a number to fit."""
-
-    def wary(y: torch.Tensor) -> Trial:
-        return {None: unsteady(0.1)(y), MUCH: unsteady(0.05)(y)}
-
-    assert decide(n=300, scaled=wary).wariness is None
-    assert decide(n=9000, scaled=wary).wariness == MUCH
+    assert decide(n=9000, scaled=lambda y: {CALM: right(3)(y), WARY: unsteady(0.01)(y)}).wariness == CALM
+    assert decide(scaled=lambda y: {CALM: unsteady(0.5)(y), WARY: right(3)(y)}).wariness == WARY
 
 
 def test_confidence_is_corrected_for_the_wariness_that_is_taken():
     def too_unsure(y: torch.Tensor) -> Trial:
-        return {None: said(y, 1.0), WARY: (0.5 * said(y, 1.1)).log_softmax(-1)}
+        return {CALM: said(y, 1.0), WARY: (0.5 * said(y, 1.1)).log_softmax(-1)}
 
     found = decide(scaled=lambda y: said(y, 0.5), one=too_unsure)
     plain = decide(scaled=lambda y: said(y, 0.5), one=lambda y: said(y, 1.0))
-    assert (found.plan, found.wariness, plain.wariness) == (ONE, WARY, None)
+    assert (found.plan, found.wariness, plain.wariness) == (ONE, WARY, CALM)
     assert found.recalibration.temperature == pytest.approx(0.5 * plain.recalibration.temperature, rel=0.1)
 
 
@@ -183,9 +153,9 @@ def test_confidence_is_corrected_anew_or_as_before_whichever_is_better():
         log_p = (2.0 * torch.randn(600, 4, generator=g, dtype=torch.float64)).log_softmax(-1)
         y = torch.multinomial(Recalibration(1.0, 0.3).log_probs(log_p).exp(), 1, generator=g).squeeze(1)
         record, plain = plans.Record(), plans.Decision(ONE, Recalibration(1.0, 0.4))
-        record.add({WARY: log_p})
+        record.add({CALM: log_p, WARY: log_p})
         anew, before = Recalibration.of(log_p.float(), y), plain.recalibration.again(log_p.float(), y)
-        found = plans.corrected(plain, WARY, record, y)
+        found = plans.with_wariness(plain, record, y, most=10.0)
         losses = [plans.expected_loss(found._replace(recalibration=c), record, y) for c in (anew, before)]
         assert found.recalibration == (anew if losses[0] <= losses[1] else before)
         bends.add("before" if found.recalibration == before else "anew")
@@ -202,7 +172,7 @@ def test_each_row_is_held_out_once_and_never_fitted_on_then():
             rows = tuple(set(part.outputs[:, 0].long().tolist()) for part in (trial.train, unseen))
             seen.append((rows[0], rows[1]))
             assert trial.num_data == len(trial.train)
-        return {None: torch.zeros(len(unseen), 2).log_softmax(-1)}
+        return {CALM: torch.zeros(len(unseen), 2).log_softmax(-1)}
 
     choose(job(numbered), [ONE], attempt)
     assert len(seen) == FOLDS
@@ -218,7 +188,7 @@ def test_many_rows_are_held_out_only_once(monkeypatch):
 
     def attempt(trial: Job, plan: Plan, unseen: Outputs) -> Trial:
         sizes.append((len(trial.train), len(unseen)))
-        return {None: torch.zeros(len(unseen), 3).log_softmax(-1)}
+        return {CALM: torch.zeros(len(unseen), 3).log_softmax(-1)}
 
     choose(job(data(1000)), [], attempt)
     assert sizes == [(900, 100)]
@@ -230,7 +200,7 @@ def test_a_hopeless_candidate_is_not_tried_again():
     def attempt(trial: Job, plan: Plan, unseen: Outputs) -> Trial:
         tries.append(plan)
         assert unseen.targets is not None
-        return {None: said(unseen.targets, 1.0 if plan == SCALED else 0.2)}
+        return {CALM: said(unseen.targets, 1.0 if plan == SCALED else 0.2)}
 
     choose(job(data()), [ONE, TEN], attempt)
     assert tries == [SCALED, ONE, TEN]
@@ -242,7 +212,7 @@ def test_validation_data_decide_where_there_are_any():
 
     def attempt(trial: Job, plan: Plan, unseen: Outputs) -> Trial:
         asked.append((trial.train, trial.val, unseen))
-        return {None: torch.zeros(len(unseen), 3).log_softmax(-1)}
+        return {CALM: torch.zeros(len(unseen), 3).log_softmax(-1)}
 
     choose(job(train, val), [], attempt)
     assert asked == [(train, val, val)]
@@ -251,6 +221,8 @@ def test_validation_data_decide_where_there_are_any():
 def test_what_is_tried_depends_on_how_many_rows_there_are_for_an_output():
     assert candidates(99, 10) == [Plan("shared")]
     assert {plan.variance for plan in candidates(100, 10)} == {"separable"}
+    assert {plan.variance for plan in candidates(1000, 10)} == {"separable", "per_output"}
+    assert {plan.variance for plan in candidates(100_000, 33)} == {"separable"}
 
 
 def test_candidates_are_trained_for_a_third_of_the_steps():

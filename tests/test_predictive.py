@@ -133,6 +133,15 @@ def test_what_was_not_computed_is_asked_for():
         (lambda p: p.interval(95), OptionError, "0.95 means 95 %"),
         (lambda p: p.quantile(0.0), OptionError, "strictly between 0 and 1"),
         (lambda p: p.sample(0), OptionError, "at least one draw"),
+        (lambda p: p.sample(2.5), OptionError, r"at least one draw, a whole number of them, got n = 2\.5"),
+        (lambda p: p.sample("a"), OptionError, "at least one draw"),
+        (lambda p: p.quantile("a"), OptionError, "strictly between 0 and 1, got 'a'"),
+        (lambda p: p.quantile(None), OptionError, "strictly between 0 and 1, got None"),
+        (lambda p: p.interval("a"), OptionError, "strictly between 0 and 1, got 'a'"),
+        (lambda p: p.cdf("a"), DataError, "targets to be numbers, one row a point, got 'a'"),
+        (lambda p: p.log_prob([["a"]]), DataError, "targets to be numbers"),
+        (lambda p: p.defer("some"), OptionError, "share of the rows .*got 'some'"),
+        (lambda p: p.defer(threshold="high"), OptionError, "either a budget or a threshold"),
         (lambda p: p.log_prob(torch.zeros(6)), DataError, r"\(6, 2\), got \(6,\)"),
         (lambda p: p.log_prob(torch.full((6, 2), torch.nan)), DataError, "finite targets"),
     ],
@@ -140,6 +149,25 @@ def test_what_was_not_computed_is_asked_for():
 def test_impossible_questions_are_refused(ask, error, message):
     with pytest.raises(error, match=message):
         ask(regression())
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "message"),
+    [
+        (lambda p: p.mutual_information(0), OptionError, "samples to be an integer of at least 1, got 0"),
+        (lambda p: p.mutual_information(2.5), OptionError, r"samples to be an integer of at least 1, got 2\.5"),
+        (lambda p: p.sample(2.5), OptionError, "at least one draw"),
+        (lambda p: p.log_prob(["cat"] * 6), DataError, "targets to be numbers"),
+    ],
+)
+def test_impossible_questions_about_classes_are_refused(ask, error, message):
+    with pytest.raises(error, match=message):
+        ask(classification())
+
+
+def test_a_quantile_keeps_the_digits_of_its_level():
+    pred = regression()
+    assert torch.equal(pred.quantile(0.3), pred.quantile(torch.tensor(0.3, dtype=DOUBLE)))
 
 
 def test_questions_for_the_other_task_say_so():

@@ -101,7 +101,7 @@ def test_training_moves_every_part() -> None:
     fixed = {name for name in start if "location" in name or "scale" in name.rsplit(".", 1)[-1]} - {
         name for name in start if "log_" in name
     }
-    fixed |= {"process.z_class"}
+    fixed |= {"process.z_class", "likelihood.unit"}
     for name in start:
         assert torch.equal(start[name], end[name]) == (name in fixed), name
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from operator import index
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
 
 from posthoc.errors import DataError, OptionError
 
-__all__ = ["as_rows", "choice", "class_labels", "integer", "known_device", "regression_targets", "require_finite"]
+__all__ = [
+    "as_numbers",
+    "as_rows",
+    "choice",
+    "class_labels",
+    "integer",
+    "known_device",
+    "number",
+    "regression_targets",
+    "require_finite",
+]
 
 
 def regression_targets(y: Any, mean: Tensor) -> Tensor:
     """y as a tensor of the mean's shape; (N,) and (N, 1) are taken for each other, nothing else is broadcast."""
-    y = torch.as_tensor(y, device=mean.device)
+    y = as_targets(y, mean)
     if y.is_complex() or y.dtype == torch.bool:
         raise DataError(f"Expected real numbers as regression targets, got {y.dtype}.")
     if y.shape != mean.shape:
@@ -32,7 +44,7 @@ def regression_targets(y: Any, mean: Tensor) -> Tensor:
 
 def class_labels(y: Any, mean: Tensor) -> Tensor:  # (N,) of int64
     """y as class indices that fit the logits."""
-    y = torch.as_tensor(y, device=mean.device)
+    y = as_targets(y, mean)
     n, classes = mean.shape
     if y.shape == mean.shape:
         raise DataError(
@@ -55,6 +67,21 @@ def class_labels(y: Any, mean: Tensor) -> Tensor:  # (N,) of int64
             f"got {int(y[wrong])} in row {wrong}." + (" Do they start at 1?" if int(y.min()) == 1 else "")
         )
     return y
+
+
+def as_targets(y: Any, mean: Tensor) -> Tensor:
+    found = as_numbers(y)
+    if found is None:
+        raise DataError(f"Expected targets to be numbers, one row a point, got {reprlib.repr(y)}.")
+    return found.to(mean.device)
+
+
+def as_numbers(values: Any, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Values as a tensor, or None where they are no numbers."""
+    try:
+        return torch.as_tensor(values, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def require_finite(values: Tensor, name: str, *, first_row: int = 0) -> None:
@@ -88,6 +115,14 @@ def integer(name: str, value: Any, least: int) -> int:
     if number is None or number < least:
         raise OptionError(f"Expected {name} to be an integer of at least {least}, got {value!r}.")
     return number
+
+
+def number(value: Any) -> float:
+    """A value as a real number, or NaN where it is none."""
+    try:
+        return float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (TypeError, ValueError, RuntimeError):  # several of them, say
+        return math.nan
 
 
 def choice(name: str, value: Any, options: tuple[str, ...]) -> None:

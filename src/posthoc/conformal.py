@@ -22,7 +22,7 @@ from torch import Tensor
 
 from posthoc.checks import choice, class_labels, integer, regression_targets
 from posthoc.errors import DataError, FileError, OptionError, PosthocWarning, WrongTaskError
-from posthoc.files import check_shapes, read_tensors, write_tensors
+from posthoc.files import changed, check_tensors, read_tensors, write_tensors
 from posthoc.predictive import ClassificationPredictive, Predictive, RegressionPredictive, by_rows, working_dtype
 
 __all__ = [
@@ -228,11 +228,8 @@ class Conformal:
             score = TYPES[spec.pop("type")](**spec)
             shape, head = tuple(config["shape"]), config["head"]
         except (KeyError, TypeError, ValueError) as error:
-            raise FileError(
-                f"Expected a config that this version can read, found one in {path} that it cannot ({error!r}): "
-                "the file was changed; save it again."
-            ) from error
-        check_shapes(path, tensors, {"scores": shape})
+            raise changed(path, repr(error)) from error
+        check_tensors(path, tensors, {"scores": shape})
         if head != method.digest():
             raise FileError(
                 f"Expected the calibration of this head, found that of another in {path}: its guarantee would be "

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import reprlib
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from posthoc.errors import FileError, PosthocWarning
 __all__ = [
     "atomic_folder",
     "atomic_path",
-    "check_shapes",
+    "changed",
+    "check_config",
+    "check_tensors",
     "lock",
     "read_head",
     "read_tensors",
@@ -230,7 +233,7 @@ def read_tensors(path: str | os.PathLike[str], format: str) -> tuple[dict[str, T
         ) from error
     try:
         config = json.loads(metadata["posthoc"])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, RecursionError):
         config = None
     if not isinstance(config, dict) or config.get("format") != format:
         what = format.removeprefix("posthoc-")
@@ -248,27 +251,70 @@ def write_head(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], conf
     write_tensors(path, tensors, HEAD, config)
 
 
+PARTS = {
+    "method": str,
+    "options": dict,
+    "likelihood": dict,
+    "layer": str | None,
+    "outputs_are": str,
+    "width": list,
+    "network": str | None,
+}
+"""What the config of every head has."""
+
+
 def read_head(path: str | os.PathLike[str], method: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and config of a file that `write_head` wrote, for this method unless for any."""
     tensors, config = read_tensors(path, HEAD)
-    if missing := {"method", "options", "likelihood", "layer", "outputs_are", "width", "network"} - config.keys():
-        names = ", ".join(sorted(missing))
-        raise FileError(f"Expected a config with {names}, found none in {path}: the file was changed; save it again.")
+    check_config(path, config, PARTS)
     if method is not None and config["method"] != method:
         raise FileError(f"Expected a head of method {method!r}, found one of {config['method']!r} in {path}.")
     return tensors, config
 
 
-def check_shapes(
-    path: str | os.PathLike[str], found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]
+def check_config(path: str | os.PathLike[str], config: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Refuses a config whose parts are missing, or of other types than were written."""
+    if missing := parts.keys() - config.keys():
+        names = ", ".join(sorted(missing))
+        raise FileError(f"Expected a config with {names}, found none in {path}: the file was changed; save it again.")
+    for name, kind in parts.items():
+        value = config[name]
+        number = isinstance(value, bool) and kind in (int, int | None)  # to Python, True is one
+        if number or not isinstance(value, kind):
+            raise changed(path, f"{name} {reprlib.repr(value)}, not of type {getattr(kind, '__name__', kind)}")
+
+
+def check_tensors(
+    path: str | os.PathLike[str], found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...] | Tensor]
 ) -> None:
-    """Refuses a file whose tensors are not the ones its config describes."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
-    if shapes == dict(expected):
-        return
-    describe: Callable[[Mapping[str, Any]], str] = lambda d: ", ".join(f"{k} {v}" for k, v in sorted(d.items()))  # noqa: E731
-    wrong = {k for k in shapes.keys() | expected.keys() if shapes.get(k) != expected.get(k)}
-    raise FileError(
-        f"Expected tensors {describe({k: expected.get(k, 'none') for k in wrong})}; "
-        f"found {describe({k: shapes.get(k, 'none') for k in wrong})} in {path}: the file was changed; save it again."
+    """Refuses a file whose tensors are not the ones its config describes: each of a shape, or like another tensor in
+    its dtype too."""
+    wrong = sorted(k for k in found.keys() | expected.keys() if not fits(found.get(k), expected.get(k)))
+    if wrong:
+        wanted = ", ".join(f"{k} {described(expected.get(k))}" for k in wrong)
+        raise FileError(
+            f"Expected tensors {wanted}; found {', '.join(f'{k} {described(found.get(k))}' for k in wrong)} in {path}: "
+            "the file was changed; save it again."
+        )
+
+
+def fits(found: Tensor | None, expected: tuple[int, ...] | Tensor | None) -> bool:
+    if found is None or expected is None:
+        return False
+    if isinstance(expected, Tensor):
+        return found.shape == expected.shape and found.dtype == expected.dtype
+    return tuple(found.shape) == expected
+
+
+def described(what: tuple[int, ...] | Tensor | None) -> str:
+    if isinstance(what, Tensor):
+        return f"{tuple(what.shape)} of {str(what.dtype).removeprefix('torch.')}"
+    return "none" if what is None else str(what)
+
+
+def changed(path: str | os.PathLike[str], found: object) -> FileError:
+    """The error for a file whose config cannot be what was written, with what was found in it."""
+    return FileError(
+        f"Expected a config that this version can read, found one in {path} that it cannot ({found}): "
+        "the file was changed; save it again."
     )

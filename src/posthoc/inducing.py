@@ -5,6 +5,7 @@ All randomness comes from one seeded generator and everything is in torch, so th
 
 from __future__ import annotations
 
+import reprlib
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -12,9 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from posthoc.checks import as_numbers
 from posthoc.errors import DataError, OptionError, PosthocWarning
 
-__all__ = ["Inducing", "PointSource", "given", "kmeans", "per_class", "random_classes", "random_points"]
+__all__ = ["Inducing", "PointSource", "as_points", "given", "kmeans", "per_class", "random_classes", "random_points"]
 
 
 class Inducing(NamedTuple):
@@ -104,7 +106,7 @@ def given(z: Any, spaces: list[str], widths: Mapping[str, int]) -> dict[str, Ten
     if sorted(blocks) != sorted(spaces):
         wanted, found = ", ".join(spaces), ", ".join(sorted(blocks))
         raise OptionError(f"Expected inducing points for {wanted}, got them for {found}.")
-    tensors = {space: torch.as_tensor(block).double() for space, block in blocks.items()}
+    tensors = {space: as_points(block) for space, block in blocks.items()}
     for space, block in tensors.items():
         if block.ndim != 2 or block.shape[1] != widths[space] or not len(block):
             raise DataError(
@@ -115,6 +117,17 @@ def given(z: Any, spaces: list[str], widths: Mapping[str, int]) -> dict[str, Ten
     if len({len(block) for block in tensors.values()}) > 1:
         raise DataError("Expected as many inducing points in every block.")
     return tensors
+
+
+def as_points(z: Any) -> Tensor:
+    """The user's own points in one block, float64."""
+    found = as_numbers(z, torch.float64)
+    if found is None:
+        raise OptionError(
+            'Expected inducing to say where the points start ("kmeans" or "random"; of classes, "per_class"), or to be '
+            f"points of your own, numbers of shape (M, D), got {reprlib.repr(z)}."
+        )
+    return found
 
 
 def at_most(m: int, n: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from posthoc.checks import choice
+from posthoc.checks import as_numbers, choice
 from posthoc.errors import OptionError
 from posthoc.rbf import RBFValues
 
@@ -35,7 +35,6 @@ __all__ = [
     "as_kernel",
     "describe",
     "gram",
-    "kernel_from_spec",
 ]
 
 Space = Literal["inputs", "features", "outputs"]
@@ -70,6 +69,19 @@ class Kernel(nn.Module, ABC):
     @abstractmethod
     def spec(self) -> dict[str, Any]:
         """What `kernel_from_spec` needs to build it again, parameters aside."""
+
+    def recipe(self) -> dict[str, Any]:
+        """The spec, and where the parameters start and whether they are learnt: for one that is not fitted yet."""
+        start = {name: [p.tolist(), p.requires_grad] for name, p in self.named_parameters(recurse=False)}
+        return {**self.spec(), "start": start}
+
+    def begin(self, start: Mapping[str, Any]) -> None:
+        """Starts from where a `recipe` says; None stands for what the kernel would do by itself."""
+        for name, (values, learnt) in start.items():
+            parameter = self.get_parameter(name)
+            if values is not None:
+                parameter = nn.Parameter(torch.tensor(values, dtype=torch.float64))
+            setattr(self, name, parameter.requires_grad_(learnt))
 
     def joint(self, x: Points, z: Points) -> tuple[Tensor, Tensor]:  # (N, M) and (M, M)
         """The covariance of x with z and, with its diagonal as `gram` has it, that among z: in one evaluation."""
@@ -127,9 +139,9 @@ class _Stationary(_OnOneSpace):
     ) -> None:
         super().__init__(on)
         self.from_median = lengthscale is None
-        scales = torch.as_tensor(1.0 if lengthscale is None else lengthscale, dtype=torch.float64)
-        self.log_lengthscale = nn.Parameter(log_positive(scales, "length-scales").reshape(-1))
-        self.log_amplitude = nn.Parameter(log_positive(torch.tensor(amplitude, dtype=torch.float64), "an amplitude"))
+        scales = log_positive(1.0 if lengthscale is None else lengthscale, "length-scales")
+        self.log_lengthscale = nn.Parameter(scales.reshape(-1))
+        self.log_amplitude = one_log_positive(amplitude, "an amplitude")
 
     def start(self, sample: Points, default: str) -> None:
         super().start(sample, default)
@@ -143,6 +155,17 @@ class _Stationary(_OnOneSpace):
             )
         trained = self.log_lengthscale.requires_grad
         self.log_lengthscale = nn.Parameter(log_scale.expand(x.shape[1]).clone(), requires_grad=trained)
+
+    def recipe(self) -> dict[str, Any]:
+        recipe = super().recipe()
+        if self.from_median:
+            recipe["start"]["log_lengthscale"][0] = None
+        return recipe
+
+    def begin(self, start: Mapping[str, Any]) -> None:
+        super().begin(start)
+        if "log_lengthscale" in start:
+            self.from_median = start["log_lengthscale"][0] is None
 
     def scaled(self, points: Points) -> Tensor:
         return self.block(points) * (-self.log_lengthscale).exp()
@@ -201,7 +224,7 @@ class Linear(_OnOneSpace):
 
     def __init__(self, on: Space | None = None, variance: float = 1.0) -> None:
         super().__init__(on)
-        self.log_variance = nn.Parameter(log_positive(torch.tensor(variance, dtype=torch.float64), "a variance"))
+        self.log_variance = one_log_positive(variance, "a variance")
 
     def forward(self, a: Points, b: Points) -> Tensor:
         return self.log_variance.exp() * self.block(a) @ self.block(b).mT
@@ -218,7 +241,7 @@ class _Everywhere(Kernel):
 
     def __init__(self, variance: float = 1.0) -> None:
         super().__init__()
-        self.log_variance = nn.Parameter(log_positive(torch.tensor(variance, dtype=torch.float64), "a variance"))
+        self.log_variance = one_log_positive(variance, "a variance")
 
     def spaces(self) -> set[str | None]:
         return set()
@@ -270,6 +293,9 @@ class _Pair(Kernel):
     def spec(self) -> dict[str, Any]:
         return {"type": type(self).__name__.lower(), "left": self.left.spec(), "right": self.right.spec()}
 
+    def recipe(self) -> dict[str, Any]:
+        return {**self.spec(), "left": self.left.recipe(), "right": self.right.recipe()}
+
 
 class Sum(_Pair):
     """k + k'."""
@@ -306,8 +332,26 @@ class GPyTorchKernel(_OnOneSpace):
     def diag(self, a: Points) -> Tensor:
         return self.kernel(self.block(a), diag=True)
 
+    def start(self, sample: Points, default: str) -> None:
+        super().start(sample, default)
+        x, name = self.block(sample)[:2], type(self.kernel).__name__
+        try:
+            found = tuple(self.kernel(x, x).shape)  # known before anything is computed
+        except (RuntimeError, IndexError) as error:
+            raise OptionError(
+                f"Expected a GPyTorch kernel that looks at {x.shape[1]} {self.on}, got a {name} that cannot ({error})."
+            ) from error
+        if found != (len(x), len(x)):
+            raise OptionError(
+                f"Expected a GPyTorch kernel with one row a point, {(len(x), len(x))} for {len(x)} points, got "
+                f"{found} from {name}: give the kernel of one output; how outputs are coupled is learnt beside it."
+            )
+
     def spec(self) -> dict[str, Any]:
         return {"type": "gpytorch", "on": self.on, "parts": [describe(part) for part in self.kernel.modules()]}
+
+    def recipe(self) -> dict[str, Any]:
+        return self.spec()  # it comes with its own first values, wherever it is given
 
 
 def as_kernel(kernel: Any) -> Kernel:
@@ -319,25 +363,6 @@ def as_kernel(kernel: Any) -> Kernel:
             raise OptionError("Expected a GPyTorch kernel with none of ours in it: write GPyTorchKernel(k) + RBF().")
         return GPyTorchKernel(kernel)
     raise OptionError(f"Expected a posthoc or GPyTorch kernel, got {type(kernel).__name__}.")
-
-
-def kernel_from_spec(spec: Mapping[str, Any]) -> Kernel:
-    """A kernel from `Kernel.spec()`; its parameters are loaded afterwards."""
-    simple: dict[str, type[Kernel]] = {
-        "rbf": RBF,
-        "matern": Matern,
-        "linear": Linear,
-        "constant": Constant,
-        "white": White,
-    }
-    pairs: dict[str, type[_Pair]] = {"sum": Sum, "product": Product}
-    options = dict(spec)
-    kind = options.pop("type", None)
-    if kind in pairs:
-        return pairs[kind](kernel_from_spec(options["left"]), kernel_from_spec(options["right"]))
-    if kind in simple:
-        return simple[kind](**options)
-    raise OptionError(f"Expected a kernel of {', '.join([*simple, *pairs])}, got {kind!r}.")
 
 
 def describe(part: nn.Module) -> dict[str, Any]:
@@ -357,7 +382,18 @@ def count(points: Points) -> int:
     return len(next(iter(points.values())))
 
 
-def log_positive(value: Tensor, name: str) -> Tensor:
-    if not bool(((value > 0) & value.isfinite()).all()):
-        raise OptionError(f"Expected {name} above zero, got {value.tolist()}.")
-    return value.log()
+def log_positive(value: Any, name: str) -> Tensor:
+    tensor = as_numbers(value, torch.float64)
+    if tensor is None or not bool(((tensor > 0) & tensor.isfinite()).all()):
+        raise OptionError(
+            f"Expected {name} above zero, got {value.tolist() if isinstance(value, Tensor) else value!r}."
+        )
+    return tensor.log()
+
+
+def one_log_positive(value: Any, name: str) -> nn.Parameter:  # ()
+    """The logarithm of a single number above zero, to be learnt."""
+    log = log_positive(value, name)
+    if log.numel() != 1:
+        raise OptionError(f"Expected {name}, which is one number, got {log.numel()}.")
+    return nn.Parameter(log.reshape(()))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from posthoc.checks import choice, class_labels, integer, regression_targets
+from posthoc.checks import choice, class_labels, integer, number, regression_targets
 from posthoc.errors import DataError, OptionError
 from posthoc.latent import Latent
 from posthoc.outputs import Outputs
@@ -164,13 +165,14 @@ class Categorical(Likelihood):
         super().__init__()
         choice("training", training, (*APPROXIMATIONS, "monte_carlo"))
         choice("prediction", prediction, (*APPROXIMATIONS, "monte_carlo"))
-        if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
-            raise OptionError(f"Expected a positive temperature, or None to learn it, got {temperature}.")
-        self.fixed_temperature, self.training_form, self.prediction_form = temperature, training, prediction
+        fixed = number(temperature) if temperature is not None else None
+        if fixed is not None and not 0.0 < fixed < math.inf:
+            raise OptionError(f"Expected a positive temperature, or None to learn it, got {temperature!r}.")
+        self.fixed_temperature, self.training_form, self.prediction_form = fixed, training, prediction
         self.draws = training == "monte_carlo"
         self.samples, self.seed = integer("samples", samples, 1), integer("seed", seed, 0)
-        start = torch.tensor(math.log(temperature or 1.0), dtype=torch.float64)
-        self.log_temperature = nn.Parameter(start, requires_grad=temperature is None)
+        start = torch.tensor(math.log(fixed or 1.0), dtype=torch.float64)
+        self.log_temperature = nn.Parameter(start, requires_grad=fixed is None)
         self.register_buffer("unit", torch.ones((), dtype=torch.float64))
         self.unit: Tensor  # (), of the logits in training
 
@@ -233,7 +235,7 @@ class Categorical(Likelihood):
         *,
         covariance: bool = False,
         stretch: Tensor | None = None,  # (N, 1)
-    ) -> Predictive:
+    ) -> ClassificationPredictive:
         """`stretch` is what the unit of logits is multiplied by at each point."""
         unit = self.unit if stretch is None else self.unit * stretch
         mean, square, dtype = outputs.double() / unit, unit.square(), working_dtype(outputs)
@@ -338,7 +340,7 @@ def make_likelihood(likelihood: str | Likelihood | dict[str, Any]) -> Likelihood
     """A likelihood from its task's name, from its `spec()`, or as it is."""
     if isinstance(likelihood, Likelihood):
         return likelihood
-    spec = {"type": likelihood} if isinstance(likelihood, str) else dict(likelihood)
+    spec = dict(likelihood) if isinstance(likelihood, Mapping) else {"type": likelihood}
     kinds: dict[Any, type[Likelihood]] = {
         "regression": Gaussian,
         "gaussian": Gaussian,
@@ -346,9 +348,10 @@ def make_likelihood(likelihood: str | Likelihood | dict[str, Any]) -> Likelihood
         "categorical": Categorical,
     }
     kind = spec.pop("type", None)
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise OptionError(
-            f'Expected likelihood="regression" or "classification" (or a Gaussian or Categorical object), got {kind!r}.'
+            f'Expected likelihood="regression" or "classification" (or an object, Gaussian() or Categorical()), '
+            f"got {kind!r}."
         )
     try:
         return kinds[kind](**spec)

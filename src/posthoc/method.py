@@ -275,14 +275,9 @@ class Method(ABC):
                 f"Expected the network this head was fitted on (fingerprint {config['network'][:12]}), found another "
                 f"({found[:12]}): its weights, buffers or layers differ. Load the right weights, or fit again."
             )
-        try:
+        with saved.rebuilding():
             method = cls._rebuild(saved)
-            method._width = saved.width
-        except (KeyError, TypeError) as error:
-            raise FileError(
-                f"Expected a config that this version can read, found one in {saved.path} that it cannot ({error!r}): "
-                "the file was changed; save it again."
-            ) from error
+        method._width = saved.width
         method._fingerprint, method.outputs_are = config["network"], config["outputs_are"]
         return method
 

@@ -13,12 +13,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from posthoc.checks import as_rows, choice, class_labels, regression_targets
+from posthoc.checks import as_numbers, as_rows, choice, class_labels, integer, number, regression_targets
 from posthoc.errors import OptionError, WrongTaskError
 from posthoc.latent import correlate
 from posthoc.law import Law
 
-__all__ = ["ClassificationPredictive", "Predictive", "RegressionPredictive", "by_rows", "working_dtype"]
+__all__ = ["ClassificationPredictive", "Predictive", "RegressionPredictive", "by_rows", "draws_asked", "working_dtype"]
 
 ONLY_FOR = {
     "regression": ("latent_variance", "noise", "quantile", "interval", "cdf"),
@@ -91,8 +91,8 @@ class Predictive(ABC):
             allowed, score = rows_allowed(budget, len(self)), self.uncertainty(by)
             chosen = score.argsort(stable=True, descending=True)[:allowed]
             return torch.zeros_like(score, dtype=torch.bool).index_fill(0, chosen, True)
-        if threshold is None or budget is not None or math.isnan(threshold):
-            raise OptionError(f"Expected either a budget or a threshold, got {budget} and {threshold}.")
+        if threshold is None or budget is not None or math.isnan(number(threshold)):
+            raise OptionError(f"Expected either a budget or a threshold, got {budget!r} and {threshold!r}.")
         return ~(self.uncertainty(by) <= threshold)  # so that what is not a number is deferred
 
     def __len__(self) -> int:
@@ -156,16 +156,17 @@ class RegressionPredictive(Predictive):
     def quantile(self, q: float | Tensor) -> Tensor:
         """The value below which a new observation falls with probability q, in (0, 1); a tensor q must broadcast
         against `mean`."""
-        level = torch.as_tensor(q, dtype=torch.float64, device=self.mean.device)
-        if not bool(((level > 0) & (level < 1)).all()):
-            raise OptionError(f"Expected quantile levels strictly between 0 and 1, got {q}.")
+        level = as_numbers(q, torch.float64)
+        if level is None or not bool(((level > 0) & (level < 1)).all()):
+            raise OptionError(f"Expected quantile levels strictly between 0 and 1, got {q!r}.")
+        level = level.to(self.mean.device)
         return self._at(torch.special.ndtri(level) if self.law is None else self.law.quantile(level))
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The central interval that holds a new observation with probability `level`: (lower, upper), beyond either of
         which it is as likely to be."""
-        if not 0.0 < level < 1.0:
-            raise OptionError(f"Expected an interval level strictly between 0 and 1, got {level} (0.95 means 95 %).")
+        if not 0.0 < number(level) < 1.0:
+            raise OptionError(f"Expected an interval level strictly between 0 and 1, got {level!r} (0.95 means 95 %).")
         if self.law is not None:
             return self.quantile(0.5 - 0.5 * level), self.quantile(0.5 + 0.5 * level)
         z = torch.special.ndtri(torch.tensor(0.5 + 0.5 * level, dtype=torch.float64, device=self.mean.device))
@@ -185,11 +186,12 @@ class RegressionPredictive(Predictive):
         return density.flatten(1).sum(-1) if density.ndim > 1 else density
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        n = draws_asked(n)
         shape = (n, *self.mean.shape)
         if self.law is None:
             noise = normal(shape, self.mean, generator)
         else:
-            noise = self.law.sample(checked(shape), generator).to(working_dtype(self.mean))
+            noise = self.law.sample(shape, generator).to(working_dtype(self.mean))
         if self.latent_covariance is None:
             return self.mean + self.std * noise
         return self.mean + correlate(self.covariance, noise.reshape(n, len(self), -1)).reshape(noise.shape)
@@ -261,6 +263,7 @@ class ClassificationPredictive(Predictive):
     def mutual_information(self, samples: int = 256, generator: torch.Generator | None = None) -> Tensor:  # (N,)
         """How much of the entropy comes from not knowing the function, in nats, from draws of the logits (with a
         generator of its own, so that the same question has the same answer)."""
+        samples = integer("samples", samples, 1)
         if generator is None:
             generator = torch.Generator(self.mean.device).manual_seed(0)
         at_once = max(1, DRAWN_AT_ONCE // (samples * self.mean.shape[1]))
@@ -277,7 +280,7 @@ class ClassificationPredictive(Predictive):
         return self.log_probs.gather(-1, labels[:, None]).squeeze(-1)
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
-        noise = normal((n, *self.mean.shape), self.mean, generator)
+        noise = normal((draws_asked(n), *self.mean.shape), self.mean, generator)
         if self.independent:
             return self.mean + self.std * noise
         return self.mean + correlate(self.covariance, noise)
@@ -315,19 +318,24 @@ def rows_allowed(budget: Any, rows: int) -> int:
     try:
         allowed = index(budget)
     except TypeError:
-        share = float(budget)
+        share = number(budget)
         # As it was written: 0.29 × 100 is less than 29 in floating point.
         allowed = math.floor(Fraction(repr(share)) * rows) if 0.0 <= share <= 1.0 else -1
     if allowed < 0:
-        raise OptionError(f"Expected a share of the rows from 0.0 to 1.0, or a number of rows, got {budget}.")
+        raise OptionError(f"Expected a share of the rows from 0.0 to 1.0, or a number of rows, got {budget!r}.")
     return allowed
 
 
 def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    return torch.randn(checked(shape), dtype=working_dtype(like), device=like.device, generator=generator)
+    return torch.randn(shape, dtype=working_dtype(like), device=like.device, generator=generator)
 
 
-def checked(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if shape[0] < 1:
-        raise OptionError(f"Expected at least one draw, got n = {shape[0]}.")
-    return shape
+def draws_asked(n: Any) -> int:
+    """How many draws are asked for, if that is a number of them."""
+    try:
+        asked = index(n)
+    except TypeError:
+        asked = 0
+    if asked < 1:
+        raise OptionError(f"Expected at least one draw, a whole number of them, got n = {n!r}.")
+    return asked

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posthoc.errors import OptionError
 from posthoc.likelihoods import Categorical, Gaussian, Likelihood, columns
-from posthoc.predictive import ClassificationPredictive, Predictive, RegressionPredictive, working_dtype
+from posthoc.predictive import ClassificationPredictive, Predictive, RegressionPredictive, draws_asked, working_dtype
 
 __all__ = ["from_draws"]
 
@@ -103,7 +102,5 @@ class DrawnRegression(RegressionPredictive):
 def chosen(draws: Tensor | None, n: int, generator: torch.Generator | None) -> Tensor:  # (n, N, ...)
     """Draws picked at random, the same functions for every row."""
     assert draws is not None
-    if n < 1:
-        raise OptionError(f"Expected at least one draw, got n = {n}.")
-    which = torch.randint(draws.shape[1], (n,), device=draws.device, generator=generator)
+    which = torch.randint(draws.shape[1], (draws_asked(n),), device=draws.device, generator=generator)
     return draws[:, which].transpose(0, 1)

@@ -22,7 +22,7 @@ TYPICAL = 4096
 CLEARLY = 2.0
 """which is the network's own unless the log-likelihood of another is so much greater (Akaike, 1974),"""
 CLOSE, APART = 0.1, 50.0
-"""and leaves logits so far apart: few rows may all be right, or all be wrong."""
+"""and leaves logits so far apart."""
 
 Part = tuple[Tensor, Tensor]
 """Logits (N, C), the largest of each row zero, and what is true (N,)."""
@@ -69,12 +69,21 @@ def limit_reached(outputs: Outputs, inverse: float) -> Literal["low", "high"] | 
 
 @torch.no_grad()
 def suitable_temperature(outputs: Outputs) -> float:
-    """The temperature that suits some rows, in a sensible range."""
-    some = outputs.only().spread(TYPICAL)
+    """The temperature that suits some rows, and one more that is wrong: few rows may all be right."""
+    some = with_one_wrong(outputs.only().spread(TYPICAL))
     inverse, size = best_inverse(some), apart(next(parts(some))[0])
     if log_likelihood(some, inverse) - log_likelihood(some, 1.0) <= CLEARLY:
         return 1.0
     return 1.0 / min(max(inverse, CLOSE / size), APART / size)
+
+
+def with_one_wrong(rows: Outputs) -> Outputs:
+    """A row more, as sure as is usual, whose second class is true."""
+    best = rows.outputs.double().topk(2, -1)
+    usual = (best.values[:, 0] - best.values[:, 1]).median(0).indices
+    outputs = torch.cat([rows.outputs, rows.outputs[usual, None]])
+    assert rows.targets is not None
+    return rows.with_outputs(outputs).with_targets(torch.cat([rows.targets, best.indices[usual, 1:].to(rows.targets)]))
 
 
 def best_log_likelihood(outputs: Outputs) -> float:

@@ -109,7 +109,7 @@ def fit(
 def build(name: str, task: str, options: dict[str, Any], device: str | None) -> Method:
     """A method by name, with its options."""
     from posthoc.errors import OptionError
-    from posthoc.kernels import kernel_from_spec
+    from posthoc.kernel_specs import kernel_from_spec
     from posthoc.likelihoods import make_likelihood
     from posthoc.methods import method_named
 

@@ -16,7 +16,7 @@ from posthoc.data.download import cache_folder
 from posthoc.experiments.experiment import Request
 from posthoc.files import atomic_path, require_folder
 from posthoc.judging import judge
-from posthoc.kernels import kernel_from_spec
+from posthoc.kernel_specs import kernel_from_spec
 from posthoc.likelihoods import Categorical, Likelihood
 from posthoc.method import Method
 

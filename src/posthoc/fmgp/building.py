@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from posthoc.checks import as_numbers
 from posthoc.errors import DataError, OptionError
 from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.plans import Plan
@@ -16,7 +17,7 @@ from posthoc.inducing import Inducing, given, kmeans, per_class, random_classes,
 from posthoc.kernels import Kernel
 from posthoc.outputs import Outputs
 
-__all__ = ["Layout", "build"]
+__all__ = ["NOT_KEPT", "Layout", "build"]
 
 FULL_COUPLING = {"per_output": 32, "separable": 128}
 """Up to so many outputs B is a full Cholesky factor, by default."""
@@ -24,6 +25,8 @@ RANK = 8
 """The rank of B, by default, for more."""
 START = 1.0
 """L starts at so many times the identity, as in the paper; at zero it would stay."""
+NOT_KEPT = "given"
+"""What a head's file has in the place of inducing points that were the user's own."""
 
 
 class Layout(NamedTuple):
@@ -61,6 +64,11 @@ def build(
 
 def places(layout: Layout, view: PointView, generator: torch.Generator) -> dict[str, Tensor]:
     if isinstance(layout.inducing, str):
+        if layout.inducing == NOT_KEPT:
+            raise OptionError(
+                "Expected the inducing points that were given to the first fit, which the head's file does not hold: "
+                "to fit again, build FMGP(..., inducing=points)."
+            )
         choose = {"kmeans": kmeans, "random": random_points}[layout.inducing]
         return choose(view, layout.num_inducing, generator)
     spaces = view.coordinates.spaces
@@ -71,7 +79,9 @@ def places(layout: Layout, view: PointView, generator: torch.Generator) -> dict[
 def classes(layout: Layout, m: int, num_outputs: int, generator: torch.Generator) -> Tensor:
     if layout.inducing_classes is None:
         return random_classes(m, num_outputs, generator)
-    found = torch.as_tensor(layout.inducing_classes).long()
+    found = as_numbers(layout.inducing_classes, torch.long)
+    if found is None:
+        raise OptionError(f"Expected {m} inducing_classes, each a number, got {layout.inducing_classes!r}.")
     if found.shape != (m,) or int(found.min()) < 0 or int(found.max()) >= num_outputs:
         raise OptionError(
             f"Expected {m} inducing_classes from 0 to {num_outputs - 1}, got {found.tolist()[:10]} "

@@ -50,8 +50,8 @@ def marginal_variance(
     k_xz: Tensor,  # (N, M)
     w: Tensor,  # (M, M)
 ) -> Tensor:  # (N,)
-    """K(x, x) - |W K(Z, x)|²: never above the prior's variance and never below zero."""
-    return _MarginalVariance.apply(k_diag, k_xz, w)  # type: ignore[no-untyped-call]
+    """K(x, x) - |W K(Z, x)|², in float64: never above the prior's variance and never below zero."""
+    return _MarginalVariance.apply(k_diag.double(), k_xz.double(), w.double())  # type: ignore[no-untyped-call]
 
 
 def output_covariance(
@@ -59,9 +59,9 @@ def output_covariance(
     k_diag: Tensor,  # (N,)
     taken: Tensor,  # (C, N, M), W K(Z, (x, c)): what the inducing points know of each output
 ) -> Tensor:  # (N, C, C)
-    """The covariance across outputs at each point, B k(x, x) - K((x, ·), Z) (-A) K(Z, (x, ·))."""
-    known = taken.transpose(0, 1)
-    return b * k_diag[:, None, None] - known @ known.mT
+    """The covariance across outputs at each point, B k(x, x) - K((x, ·), Z) (-A) K(Z, (x, ·)), in float64."""
+    known = taken.double().transpose(0, 1)
+    return b.double() * k_diag.double()[:, None, None] - known @ known.mT
 
 
 class _Correction(torch.autograd.Function):

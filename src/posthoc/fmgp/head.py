@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
+import reprlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from posthoc.errors import DataError
-from posthoc.files import check_shapes
+from posthoc.files import changed, check_config
 from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.novelty import Novelty, lead
 from posthoc.fmgp.points import Coordinates
@@ -22,12 +22,28 @@ from posthoc.likelihoods import Categorical, Likelihood
 from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive
 from posthoc.recalibration import NONE, Recalibration
+from posthoc.saved import Saved
 from posthoc.stillness import version
 
-__all__ = ["Head"]
+__all__ = ["Head", "check_options"]
 
 NO_LEAD = 1e-30
 """The mean squared lead of outputs that are all alike: any will do, since what it divides is zero."""
+
+PARTS = {
+    "kernel": dict,
+    "spaces": dict,
+    "default_space": str,
+    "num_inducing": int,
+    "num_outputs": int,
+    "shared": bool,
+    "separable": bool,
+    "recalibration": list,
+    "rank": int | None,
+    "novelty": list | None,
+    "normals": int | None,
+}
+"""What the options of a head are."""
 
 
 class Head(nn.Module):
@@ -71,8 +87,9 @@ class Head(nn.Module):
             distance = self.distance(outputs, novelty)
             latent = Widened(latent, novelty.more_variance(distance, outputs.outputs.to(self.device)))
             stretch = novelty.stretch(distance) if novelty.slope else None
-        predictive = self.likelihood.predictive(outputs.outputs, latent, covariance=covariance, stretch=stretch)
-        return self.recalibration(predictive)
+        return self.recalibration(
+            self.likelihood.predictive(outputs.outputs, latent, covariance=covariance, stretch=stretch)
+        )
 
     def latent(self, outputs: Outputs, w: Tensor) -> Latent:
         """The latent Gaussian at some rows, as if none was of a new kind."""
@@ -87,11 +104,12 @@ class Head(nn.Module):
         return novelty.distance(outputs.features.to(self.device))
 
     @torch.no_grad()
-    def grow_wary(self, typical: Outputs, far: float) -> None:
+    def grow_wary(self, typical: Outputs, far: float, slope: float = 0.0) -> None:
         """Adds variance away from the features of typical rows, so many times the squared scale that logits are divided
-        by there, in units of their squared lead; where there are no features, or too few rows, it stays as it is."""
+        by there, in units of their squared lead; and lets that scale follow the distance, if it does not yet. Where
+        there are no features, or too few rows, all stays as it is."""
         if self.novelty is None and typical.features is not None:
-            self.novelty = Novelty.of(typical.features)
+            self.novelty = Novelty.of(typical.features, slope)
         if self.novelty is None:
             return
         assert isinstance(self.likelihood, Categorical)
@@ -121,30 +139,41 @@ class Head(nn.Module):
         }
 
     @classmethod
-    def rebuild(
-        cls,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        options: dict[str, Any],
-        kernel: Kernel,
-        likelihood: Likelihood,
-    ) -> Head:
+    def rebuild(cls, saved: Saved, options: dict[str, Any], kernel: Kernel, likelihood: Likelihood) -> Head:
         """A head of the shapes that the options describe, filled from a file's tensors."""
+        check_options(saved, options)
         m, num_outputs, spaces = options["num_inducing"], options["num_outputs"], options["spaces"]
         blank = {space: torch.zeros(m, d, dtype=torch.float64) for space, d in spaces.items()}
         kernel.start(blank, options["default_space"])
         # The classes decide the order in which inducing points stand, so they are needed before the rest is loaded.
-        classes = tensors.get("process.z_class", torch.zeros(m)).long()
-        if classes.shape != (m,):  # refused below; until then, any classes of the right number will do
-            classes = torch.zeros(m, dtype=torch.long)
+        inducing = Inducing(blank, saved.tensors["process.z_class"].long())
         coupling = None if options["shared"] else OutputCovariance(num_outputs, options["rank"])
-        process = Process(
-            kernel, Inducing(blank, classes), num_outputs, coupling, start=0.0, separable=options["separable"]
-        )
-        likelihood.start(torch.zeros(1, num_outputs), torch.ones(1, num_outputs))
-        novelty = Novelty(*options["novelty"]) if options["novelty"] is not None else None
+        process = Process(kernel, inducing, num_outputs, coupling, start=0.0, separable=options["separable"])
+        saved.shape(likelihood)
+        novelty = None
+        if options["novelty"] is not None:
+            width, directions, slope = options["novelty"]
+            novelty = Novelty(width, directions, float(slope))
         coordinates = Coordinates(spaces, options["default_space"])
-        head = cls(process, coordinates, likelihood, novelty, Recalibration(*options["recalibration"]))
-        check_shapes(path, tensors, {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()})
-        head.load_state_dict(tensors)
+        head = cls(process, coordinates, likelihood, novelty, Recalibration(*map(float, options["recalibration"])))
+        saved.check(head.state_dict())
+        head.load_state_dict(saved.tensors)
         return head
+
+
+def check_options(saved: Saved, options: dict[str, Any]) -> None:
+    """Refuses options of a head that its tensors do not bear out, before anything of their sizes is made."""
+    check_config(saved.path, options, PARTS)
+    m, num_outputs, rank = options["num_inducing"], options["num_outputs"], options["rank"]
+    shapes: dict[str, Any] = {f"process.z.{space}": (m, width) for space, width in options["spaces"].items()}
+    shapes |= {"process.l_raw": (m, m), "process.z_class": (m,)}
+    if not options["shared"]:
+        shapes["process.coupling.factor"] = num_outputs, num_outputs if rank is None else rank
+    if options["novelty"] is not None:
+        shapes["novelty.basis"] = tuple(options["novelty"][:2])
+    saved.check_some(shapes)
+    if num_outputs != math.prod(saved.width):
+        raise changed(saved.path, f"{num_outputs} outputs, in rows of shape {saved.width}")
+    owners = saved.tensors["process.z_class"]
+    if bool(((owners < 0) | (owners >= num_outputs)).any()) or bool((owners.diff() < 0).any()):
+        raise changed(saved.path, f"inducing points that belong to {reprlib.repr(owners.tolist())} of {num_outputs}")

@@ -61,7 +61,7 @@ class Maker:
         self, job: Job, plan: Plan, training: Training, likelihood: Likelihood | None = None
     ) -> tuple[Head, History]:
         """A head for the data of a job. Everything is built beside what is there: a failed fit changes nothing."""
-        if plan == SCALED:
+        if plan.variance == SCALED.variance:
             return self._scaled(job), History()
         ranks, seed, device = Ranks(), training.seed, self.device
         generator = torch.Generator().manual_seed(seed)

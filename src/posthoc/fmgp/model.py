@@ -18,7 +18,8 @@ from posthoc.augmentation import Augmented
 from posthoc.batches import iterate
 from posthoc.checks import choice, integer
 from posthoc.errors import DataError, FileError, LayerError, OptionError
-from posthoc.fmgp.building import Layout
+from posthoc.files import check_config
+from posthoc.fmgp.building import NOT_KEPT, Layout
 from posthoc.fmgp.head import Head
 from posthoc.fmgp.making import TYPICAL, Maker
 from posthoc.fmgp.novelty import best_slope
@@ -39,7 +40,9 @@ from posthoc.fmgp.plans import (
 from posthoc.fmgp.points import PointView
 from posthoc.fmgp.residuals import LearntResiduals, with_law
 from posthoc.fmgp.scoring import log_probs
-from posthoc.kernels import RBF, Kernel, as_kernel, describe, kernel_from_spec
+from posthoc.inducing import as_points
+from posthoc.kernel_specs import kernel_from_file, kernel_of_head
+from posthoc.kernels import RBF, Kernel, as_kernel, describe
 from posthoc.likelihoods import Categorical, Gaussian, Likelihood
 from posthoc.method import Job, Method, first_values
 from posthoc.outputs import Outputs, join
@@ -55,19 +58,19 @@ FEW_OUTPUTS = 32
 """Up to so many outputs the covariance among them comes with every prediction."""
 AT_ONCE = 2**24
 """Numbers in the largest tensor of a prediction, rows x outputs x inducing points: 128 MB."""
-RECIPE = (
-    "variance",
-    "num_inducing",
-    "alpha",
-    "layer",
-    "outputs_are",
-    "standardize",
-    "output_rank",
-    "kl",
-    "novelty",
-    "residuals",
-)
-"""Options that decide the numbers of a fit, beside those of training."""
+OPTIONS = ("variance", "num_inducing", "alpha", "standardize", "output_rank", "kl", "novelty", "residuals")
+"""Options that decide the numbers of a fit, beside those of training,"""
+RECIPE = (*OPTIONS, "layer", "outputs_are")
+"""and with those that all methods have."""
+PARTS = {
+    **dict.fromkeys((*OPTIONS, "cache"), object),
+    "kernel": dict,
+    "inducing": str,
+    "inducing_classes": list | None,
+    "training": dict,
+    "head": dict,
+}
+"""What the options in a file are."""
 CLASSIFIERS = {"steps": 1000, "lr": 0.01}
 """How classifiers are trained by default: smaller steps suit them."""
 STEPS_A_ROOT, FEWEST_STEPS, MOST_STEPS = 7.0, 200, 2000
@@ -144,6 +147,9 @@ class FMGP(Method):
                 raise OptionError('inducing="per_class" needs classes; use "kmeans" or "random" for regression.')
             if inducing == "per_class" and inducing_classes is not None:
                 raise OptionError('inducing="per_class" takes the classes from the data: leave inducing_classes out.')
+        else:
+            for block in inducing.values() if isinstance(inducing, Mapping) else [inducing]:
+                as_points(block)  # refuses what can be none, before the network is run
         if unknown := training.keys() - Training.__dataclass_fields__.keys():
             known_options = ", ".join(Training.__dataclass_fields__)
             raise OptionError(
@@ -196,7 +202,7 @@ class FMGP(Method):
             likelihood = LearntResiduals.before(likelihood, self.alpha)
 
         def train(part: Job) -> tuple[Head, History]:
-            return self._maker(part).train(part, decision.plan, training, likelihood)
+            return self._maker(part, some_rows=part is not job).train(part, decision.plan, training, likelihood)
 
         if isinstance(likelihood, LearntResiduals):
             beside = self._maker(job).beside_others(job, training)
@@ -206,7 +212,7 @@ class FMGP(Method):
         head.recalibration = decision.recalibration
         wariness = self.novelty if self.novelty is not None else decision.wariness
         if wariness and self._likelihood.task == "classification":
-            head.grow_wary(job.train.spread(TYPICAL).to(head.device), wariness)
+            head.grow_wary(job.train.spread(TYPICAL).to(head.device), wariness, decision.plan.slope)
             Ranks().share(list(head.buffers()))
         self.head, self.history = head, history
 
@@ -246,17 +252,19 @@ class FMGP(Method):
 
     def _attempt(self, trial: Job, plan: Plan, unseen: Outputs) -> Trial:
         """What a plan, fitted on some rows, says of others."""
-        head, _ = self._maker(trial).train(trial, plan, shortened(self.training))
+        head, _ = self._maker(trial, some_rows=True).train(trial, plan, shortened(self.training))
         found: Trial = {CALM: log_probs(head, unseen)}
         if self.novelty is None and trial.train.features is not None:
-            head.grow_wary(trial.train.spread(TYPICAL).to(head.device), WARY)
+            head.grow_wary(trial.train.spread(TYPICAL).to(head.device), WARY, plan.slope)
             if head.novelty is not None:
                 found[WARY] = log_probs(head, unseen)
         return found
 
-    def _maker(self, job: Job) -> Maker:
-        """How a head of these options is made of a job's data."""
-        layout = Layout(self.inducing, self.inducing_classes, self.num_inducing, self.output_rank)
+    def _maker(self, job: Job, *, some_rows: bool = False) -> Maker:
+        """How a head of these options is made of a job's data, which may be some rows of the fit's."""
+        # Fewer inducing points are worth a warning only where the head that is kept has them.
+        points = min(self.num_inducing, len(job.train)) if some_rows else self.num_inducing
+        layout = Layout(self.inducing, self.inducing_classes, points, self.output_rank)
         home = self._home(job.train.outputs.device)
         fresh = None if self._cached(job) else partial(self._fresh, job.data)
         return Maker(self._kernel, self._likelihood, layout, self.alpha, self.standardize, home, fresh)
@@ -334,36 +342,34 @@ class FMGP(Method):
         return known(self.head).state_dict()
 
     def _options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"alpha": self.alpha, "kl": self.kl, "standardize": self.standardize}
-        options |= {"novelty": self.novelty, "residuals": self.residuals}
-        return {**options, "training": self._training(), "head": known(self.head).options()}
+        owners = self.inducing_classes
+        return {
+            **{name: getattr(self, name) for name in (*OPTIONS, "cache")},
+            "kernel": self._kernel.recipe(),
+            "inducing": self.inducing if isinstance(self.inducing, str) else NOT_KEPT,
+            "inducing_classes": None if owners is None else torch.as_tensor(owners).tolist(),
+            "training": self._training(),
+            "head": known(self.head).options(),
+        }
 
     @classmethod
     def _rebuild(cls, saved: Saved) -> Self:
-        options, kernel = saved.options, saved.extra.get("kernel")
-        shape = options["head"]
-        if kernel is None and "gpytorch" in str(shape["kernel"]):
-            raise FileError(
-                f"This head has a GPyTorch kernel ({shape['kernel']}), which is not rebuilt from a file since that "
-                "would run code: load(path, kernel=...) with a kernel of the same class."
-            )
-        method = saved.unfitted(
-            cls,
-            kernel=as_kernel(kernel) if kernel is not None else kernel_from_spec(shape["kernel"]),
-            variance="shared" if shape["shared"] else "separable" if shape["separable"] else "per_output",
-            num_inducing=shape["num_inducing"],
-            alpha=options["alpha"],
-            standardize=options["standardize"],
-            output_rank=shape["rank"],
-            kl=options["kl"],
-            novelty=options["novelty"],
-            residuals=options["residuals"],
-            **options["training"],
-        )
+        check_config(saved.path, options := saved.options, PARTS)
+        shape, training = options.pop("head"), options.pop("training")
+        options["kernel"] = kernel_from_file(options["kernel"], saved.extra.get("kernel"))
+        own_points = options["inducing"] == NOT_KEPT
+        if own_points:
+            del options["inducing"]
+        method = saved.unfitted(cls, **options, **training)
+        if own_points:
+            method.inducing = NOT_KEPT
         likelihood = copy.deepcopy(method._likelihood)
         if shape["normals"] is not None and isinstance(likelihood, Gaussian):
+            laws = saved.tensors["likelihood.weights"].shape[:-1]
+            saved.check_some({"likelihood.weights": (*laws, shape["normals"])})
             likelihood = LearntResiduals(likelihood, shape["normals"])
-        head = Head.rebuild(saved.path, saved.tensors, shape, copy.deepcopy(method._kernel), likelihood)
+        kernel = kernel_of_head(saved.path, method._kernel, shape["kernel"])
+        head = Head.rebuild(saved, shape, kernel, likelihood)
         if head.process.kernel.spec() != shape["kernel"]:
             raise FileError(
                 f"Expected the kernel this head was fitted with, {shape['kernel']}, "

@@ -34,7 +34,7 @@ SLOPES = tuple(s / 20.0 for s in range(9))
 WORTH = 1.0
 """What one fitted number adds to the log-likelihood of its rows, and takes from that of others (Akaike, 1974)."""
 MOST_COMPARED, VALUES = 2**16, 2**22
-"""Rows, and logits, by which powers are compared."""
+"""Rows, and logits, by which powers are compared at the most."""
 
 
 class Novelty(nn.Module):
@@ -108,19 +108,20 @@ class Novelty(nn.Module):
 
 @torch.no_grad()
 def best_slope(rows: Outputs) -> float:
-    """The power of d that the scale of logits should follow, by the errors of the network itself: as steep as the
-    likelihood of its logits is greatest, each at its best temperature; none unless that earns what it costs to learn."""
+    """The power of d that the scale of logits should follow, by the errors of the network alone: where the likelihood
+    of its logits is greatest, each at its best temperature; none where that earns less than it costs to learn."""
     some = rows.only("features").spread(max(1, min(MOST_COMPARED, VALUES // rows.outputs[0].numel())))
     novelty = Novelty.of(some.features) if some.features is not None else None
-    if novelty is None:
+    if novelty is None or some.features is None:
         return 0.0
-    distance, scores = novelty.distance(some.features), []
-    for novelty.slope in SLOPES:  # the likelihood rises and then falls
-        scaled = some.with_outputs(some.outputs.double() / novelty.stretch(distance))
-        scores.append(best_log_likelihood(scaled) - (WORTH if novelty.slope else 0.0))
-        if scores[-1] < scores[0] or (len(scores) > 2 and scores[-1] < scores[-2]):
+    distance, scores = novelty.distance(some.features), list[float]()
+    for novelty.slope in SLOPES:
+        scaled = some.only().with_outputs(some.outputs.double() / novelty.stretch(distance))
+        scores.append(best_log_likelihood(scaled))
+        if scores[-1] < max(scores):  # it rises and then falls
             break
-    return SLOPES[max(range(len(scores)), key=scores.__getitem__)]
+    best = max(scores)
+    return SLOPES[scores.index(best)] if best - scores[0] > WORTH else 0.0
 
 
 def principal(centred: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,9 +53,9 @@ ROWS_OF_ITS_OWN, FEW_OUTPUTS = 100, 32
 """With so many, and few outputs, each may have a variance of its own."""
 PRIORS = (3.0, 10.0, 100.0)
 """How strongly B is held near the identity: little is right for many rows a class, more for few."""
-LIKELY, CLEAR = 1.0, 2.0
-"""Who is better than temperature scaling by so many standard errors may take its place, who is worse by so many is not
-tried again."""
+CLEAR = 2.0
+"""So many standard errors make a difference: who is that much better than temperature scaling may take its place, who
+is that much worse is not tried again."""
 CALIBRATION_SLACK, CALIBRATION_PRICE = 0.005, 20.0
 """A calibration error so much above temperature scaling's is free; beyond, 0.005 more must earn a tenth of the loss."""
 WARY_PRICE = 0.003
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 
 
 SCALED = Plan("none")
-"""Temperature scaling."""
+"""Temperature scaling. It has a slope only where it is wary."""
 AUGMENTED = Plan("shared", "copies")
 """For changed views of known images, which are not quite what is to come: the more freely a variance can vary, the more
 it learns of what tells them from plain ones."""
@@ -132,7 +132,8 @@ def choose(
 ) -> Decision:
     """The best of the plans and temperature scaling, by what `attempt` predicts for rows it was not given. `beside`
     says whether attempts are made side by side."""
-    records = {plan: Record() for plan in (SCALED, *plans)}
+    scaled = SCALED._replace(slope=plans[0].slope if plans else 0.0)
+    records = {plan: Record() for plan in (scaled, *plans)}
     targets: list[Tensor] = []
     for group in grouped(trials(job), beside):
         plans = list(records)
@@ -143,8 +144,8 @@ def choose(
                 if plan in records:
                     records[plan].add(said)
             assert unseen.targets is not None
-            scaled = records[SCALED].plain
-            targets.append(unseen.targets.long().to(scaled.device))  # rows may be kept on the host, away from the head
+            home = records[scaled].plain.device  # rows may be kept on the host, away from the head
+            targets.append(unseen.targets.long().to(home))
             records = hopeful(records, torch.cat(targets))
             if len(records) == 1:
                 return verdict(records, torch.cat(targets))
@@ -184,27 +185,27 @@ def kept(rows: Outputs) -> int:
 
 
 def hopeful(records: dict[Plan, Record], y: Tensor) -> dict[Plan, Record]:
-    """Those that are not clearly worse than temperature scaling. Who is worse than another candidate stays: it may be
-    the better calibrated one, which few rows do not show."""
-    base = losses(records[SCALED].plain, y)
+    """Those that are not clearly worse than temperature scaling, which comes first. Who is worse than another candidate
+    stays: it may be the better calibrated one, which few rows do not show."""
+    scaled = next(iter(records))
+    base = losses(records[scaled].plain, y)
 
     def loss_of(record: Record) -> Tensor:
         return losses(NONE.again(record.plain, y).log_probs(record.plain), y)
 
-    return {p: record for p, record in records.items() if p == SCALED or gain(loss_of(record), base) > -CLEAR}
+    return {p: record for p, record in records.items() if p == scaled or gain(loss_of(record), base) > -CLEAR}
 
 
 def verdict(records: dict[Plan, Record], y: Tensor) -> Decision:
-    scaled = records[SCALED].plain
+    first, *others = records
+    scaled = records[first].plain
     base = losses(scaled, y)
-    best, best_score, recalibration = SCALED, 1.0, NONE
-    for plan, record in records.items():
-        if plan == SCALED:
-            continue
+    best, best_score, recalibration = first, 1.0, NONE
+    for plan, record in ((plan, records[plan]) for plan in others):
         correction = Recalibration.of(record.plain, y)
         log_p = correction.log_probs(record.plain)
         score = float(losses(log_p, y).mean() / base.mean()) + price(log_p, scaled, y)
-        if gain(losses(log_p, y), base) > LIKELY and score < best_score:
+        if gain(losses(log_p, y), base) > CLEAR and score < best_score:
             best, best_score, recalibration = plan, score, correction
     return with_wariness(Decision(best, recalibration), records[best], y, most=float(base.mean()))
 

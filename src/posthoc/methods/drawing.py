@@ -82,10 +82,8 @@ class DrawingMethod(NetworkMethod):
         """The fitted likelihood that `_tensors` wrote."""
         likelihood = saved.likelihood()
         state = likelihood.state_dict()
-        found = {name: saved.tensors[f"likelihood.{name}"] for name in state}
-        if wrong := [name for name in state if found[name].shape != state[name].shape]:
-            raise KeyError(*wrong)  # which `load` tells of, and of the file
-        likelihood.load_state_dict(found)
+        saved.check_some({f"likelihood.{name}": tensor for name, tensor in state.items()})
+        likelihood.load_state_dict({name: saved.tensors[f"likelihood.{name}"] for name in state})
         return likelihood
 
 

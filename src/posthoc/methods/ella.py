@@ -251,13 +251,13 @@ class ELLA(NTKMethod):
         options, tensors, likelihood = saved.options, saved.tensors, saved.likelihood()
         choice = Choice(*options.pop("choice"))
         method = saved.unfitted(cls, **options)
-        shapes = {f"likelihood.{name}": tuple(tensor.shape) for name, tensor in likelihood.state_dict().items()}
+        expected: dict[str, Any] = {f"likelihood.{name}": tensor for name, tensor in likelihood.state_dict().items()}
         k, size = tensors["directions"].shape
         if method.weights == "all":
             size = method._jacobian().size
         else:
-            shapes["classes"] = (k,)
-        saved.check({**shapes, "directions": (k, size), "factor": (k, k)})
+            expected["classes"] = torch.zeros(k, dtype=torch.long)
+        saved.check({**expected, "directions": (k, size), "factor": (k, k)})
         place = method._home()
         state = {name: t.to(place) for name, t in tensors.items() if not name.startswith("likelihood.")}
         likelihood.load_state_dict({name: tensors[f"likelihood.{name}"] for name in likelihood.state_dict()})

@@ -199,7 +199,7 @@ class GP(Method):
     def _rebuild(cls, saved: Saved) -> Self:
         method = saved.unfitted(cls, **saved.options["given"])
         head = Head.blank(method, saved.options["process"])
-        saved.check({name: tuple(tensor.shape) for name, tensor in head.state_dict().items()})
+        saved.check(head.state_dict())
         head.load_state_dict(saved.tensors)
         method.head = head.to(method._home())
         return method

@@ -223,7 +223,7 @@ class HMC(DrawingMethod):
         if missing := set(names) - parameters.keys():
             raise FileError(f"Expected a network with the weights {', '.join(sorted(missing))}, found none in it.")
         draws = method.chains * method.samples
-        expected = {name: tuple(tensor.shape) for name, tensor in DrawingMethod._tensors(method).items()}
+        expected: dict[str, Any] = DrawingMethod._tensors(method)
         expected["weights"] = (draws, sum(parameters[name].numel() for name in names))
         if isinstance(method._fitted, Gaussian):
             expected["noise"] = (draws, math.prod(saved.width))

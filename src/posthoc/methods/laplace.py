@@ -151,10 +151,11 @@ class Laplace(Method):
     def _rebuild(cls, saved: Saved) -> Self:
         options = saved.options
         method = saved.unfitted(cls, curvature=options["curvature"], prior=options["prior"])
+        saved.check_some({f"curvature.{name}": tuple(shape) for name, shape in options["shapes"].items()})
         blank = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in options["shapes"].items()}
         held = KINDS[options["kind"]](**blank)
         posterior = Posterior(held, saved.likelihood(), num_features=options["num_features"], bias=options["bias"])
-        saved.check({name: tuple(tensor.shape) for name, tensor in posterior.state_dict().items()})
+        saved.check(posterior.state_dict())
         posterior.load_state_dict(saved.tensors)
         method.posterior = posterior.to(method._home())
         return method

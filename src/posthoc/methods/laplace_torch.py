@@ -202,6 +202,7 @@ class LaplaceTorch(NetworkMethod):
         options, tensors, likelihood = saved.options, saved.tensors, saved.likelihood()
         recipe = {name: options[name] for name in ("subset", "hessian", "subnetwork", "prior")}
         method = saved.unfitted(cls, **recipe, **saved.extra)
+        saved.check_some({f"likelihood.{name}": tensor for name, tensor in likelihood.state_dict().items()})
         likelihood.load_state_dict({name: tensors[f"likelihood.{name}"] for name in likelihood.state_dict()})
         approximation = method._made()
         home = method.module_device

@@ -74,7 +74,7 @@ class LikelihoodOnly(Method):
     @classmethod
     def _rebuild(cls, saved: Saved) -> Self:
         method, likelihood = saved.unfitted(cls), saved.likelihood()
-        saved.check({name: tuple(tensor.shape) for name, tensor in likelihood.state_dict().items()})
+        saved.check(likelihood.state_dict())
         likelihood.load_state_dict(saved.tensors)
         method._fitted = likelihood
         return method

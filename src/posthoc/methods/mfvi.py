@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from posthoc.batches import Batch
 from posthoc.checks import choice, integer
 from posthoc.errors import FileError, OptionError
-from posthoc.files import check_shapes
+from posthoc.files import check_tensors
 from posthoc.likelihoods import Gaussian, Likelihood
 from posthoc.method import Job
 from posthoc.methods.finetuning import FinetunedMethod, positive
@@ -169,7 +169,7 @@ class MFVI(FinetunedMethod):
             raise FileError(f"Expected the widths of some weights, found none in {path}: the file was changed.")
         moved = found["mean"] if method.means == "moved" else {}
         for values in (found["log_std"], moved):
-            check_shapes(path, values, {name: shapes.get(name, ()) for name in (found["log_std"] if values else ())})
+            check_tensors(path, values, {name: shapes.get(name, ()) for name in (found["log_std"] if values else ())})
         home = method.module_device
         method.log_std = {name: value.to(home) for name, value in found["log_std"].items()}
         method._moved = {name: value.to(home) for name, value in moved.items()}

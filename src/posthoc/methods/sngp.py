@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from posthoc.batches import Batch
 from posthoc.checks import choice, integer
 from posthoc.errors import OptionError
-from posthoc.files import check_shapes
+from posthoc.files import check_tensors
 from posthoc.latent import IndependentLatent
 from posthoc.likelihoods import Categorical, Gaussian, Likelihood, columns
 from posthoc.linalg import cholesky
@@ -243,9 +243,9 @@ class SNGP(FinetunedMethod):
         method, tensors = saved.unfitted(cls, **saved.options), saved.tensors
         network = copy.deepcopy(method.module).eval().requires_grad_(False)
         size, width = method.num_features, len(method._replace_last(network).linear.bias)
-        expected = {name: tuple(tensor.shape) for name, tensor in named_tensors(network).items()}
+        expected = named_tensors(network)
         own = {name: tensor for name, tensor in tensors.items() if not name.startswith("likelihood.")}
-        check_shapes(saved.path, own, {**expected, "basis": (size, size), "variances": (size, width)})
+        check_tensors(saved.path, own, {**expected, "basis": (size, size), "variances": (size, width)})
         weights = {name.removeprefix("network."): tensors[name] for name in expected}
         network.load_state_dict(weights, strict=False)  # what is not a tensor is not in the file
         method.network, method.covariance = network, FeatureLaplace(tensors["basis"], tensors["variances"])

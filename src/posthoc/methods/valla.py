@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Self, SupportsFloat
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 
 from posthoc.checks import choice, integer
 from posthoc.errors import OptionError
-from posthoc.files import check_shapes
 from posthoc.fmgp.building import START, Layout, classes, places
-from posthoc.fmgp.head import Head
+from posthoc.fmgp.head import Head, check_options
 from posthoc.fmgp.making import SMALL
 from posthoc.fmgp.model import digest_of
 from posthoc.fmgp.objective import Objective
@@ -256,38 +254,32 @@ class VaLLA(NTKMethod):
 
     @classmethod
     def _rebuild(cls, saved: Saved) -> Self:
-        options, path, tensors = saved.options, saved.path, saved.tensors
+        options = saved.options
         shape, training = options.pop("head"), options.pop("training")
         method = saved.unfitted(cls, **options, **training)
         kernel = LastLayerNTK(bias=shape["kernel"]["bias"])
         place = method._home()
         if method.weights == "last":
-            head = Head.rebuild(path, tensors, shape, kernel, copy.deepcopy(method._likelihood))
+            head = Head.rebuild(saved, shape, kernel, copy.deepcopy(method._likelihood))
         else:
-            head = method._rebuild_all(path, tensors, shape, kernel, place)
+            head = method._rebuild_all(saved, shape, kernel, place)
         method.head = head.to(place)
         return method
 
-    def _rebuild_all(
-        self,
-        path: str | os.PathLike[str],
-        tensors: dict[str, Tensor],
-        shape: dict[str, Any],
-        kernel: LastLayerNTK,
-        place: torch.device,
-    ) -> Head:
+    def _rebuild_all(self, saved: Saved, shape: dict[str, Any], kernel: LastLayerNTK, place: torch.device) -> Head:
         m, outputs, jacobian = shape["num_inducing"], shape["num_outputs"], self._jacobian()
+        check_options(saved, {**shape, "spaces": {"features": m}})  # z is their covariance
         blank = torch.zeros(m, m, dtype=torch.float64)
         coupling = fixed_coupling(torch.ones(outputs, dtype=torch.float64))
         process = TangentProcess(kernel, blank, torch.zeros(m, dtype=torch.long), coupling)
         likelihood = copy.deepcopy(self._likelihood)
-        likelihood.start(torch.zeros(1, outputs), torch.ones(1, outputs))
+        saved.shape(likelihood)
         head = Head(process, Coordinates(shape["spaces"], shape["default_space"]), likelihood)
-        shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-        check_shapes(path, tensors, {**shapes, "gradients": (m, jacobian.size)})
-        head.load_state_dict({name: tensors[name] for name in shapes})
+        state: dict[str, Tensor] = head.state_dict()
+        saved.check({**state, "gradients": (m, jacobian.size)})
+        head.load_state_dict({name: saved.tensors[name] for name in state})
         assert self.backbone is not None
-        found = Covariances(jacobian, tensors["gradients"].to(place), process.z_class)
+        found = Covariances(jacobian, saved.tensors["gradients"].to(place), process.z_class)
         self.backbone = TangentBackbone(self.backbone, found)
         return head
 

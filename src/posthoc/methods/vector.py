@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from posthoc.checks import integer
 from posthoc.errors import DataError, OptionError
-from posthoc.files import check_shapes
 from posthoc.likelihoods import Categorical, Likelihood
 from posthoc.method import Job
 from posthoc.methods.temperature import Temperature
@@ -112,8 +111,8 @@ class Vector(Temperature):
     @classmethod
     def _rebuild(cls, saved: Saved) -> Self:
         shapes = {"scale": saved.width, "bias": saved.width, "ridge": ()}
-        own = {name: saved.tensors[name] for name in shapes if name in saved.tensors}
-        check_shapes(saved.path, own, shapes)
+        saved.check_some(shapes)
+        own = {name: saved.tensors[name] for name in shapes}
         rest = {name: tensor for name, tensor in saved.tensors.items() if name not in shapes}
         method = super()._rebuild(replace(saved, tensors=rest))
         method.ridge, method.seed = saved.options["ridge"], saved.options["seed"]

@@ -1,0 +1,240 @@
+"""A loaded head is the estimator that was saved, with the options it was given; a file that was changed is refused."""
+
+from __future__ import annotations
+
+import copy
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posthoc import FMGP, RBF, FileError, Linear, Matern, OptionError, Outputs, PosthocError, Temperature, White, load
+from posthoc.kernels import GPyTorchKernel
+from tests.cases import QUICK, answers, inputs, mlp, numbers, recorded, same, values
+from tests.test_persistence import contents, rewrite
+
+OPTIONS: dict[str, Any] = {"steps": 60, "lr": 0.02, "num_inducing": 20}
+
+
+def classes(*, wrong: bool, n: int = 600, seed: int = 0) -> Outputs:
+    """Logits that are right on average, which temperature scaling serves best, or wrong in one half of the space."""
+    g = torch.Generator().manual_seed(seed)
+    logits, features = 2.0 * torch.randn(n, 3, generator=g), torch.randn(n, 2, generator=g)
+    y = torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1)
+    noise = torch.randint(3, (n,), generator=g)
+    return Outputs(logits, torch.where(features[:, 0] > 0, noise, y) if wrong else y, features)
+
+
+def reals(n: int = 250) -> Outputs:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 2, generator=g)
+    return Outputs(torch.zeros(n, 1), x[:, :1] * torch.randn(n, 1, generator=g), x)
+
+
+def scaled(method: FMGP) -> bool:
+    """Whether temperature scaling won."""
+    assert method.head is not None
+    return len(method.head.process.l_raw) == 1
+
+
+CASES: dict[str, tuple[str, Outputs]] = {
+    "temperature scaling": ("classification", classes(wrong=False)),
+    "separable": ("classification", classes(wrong=True)),
+    "regression": ("regression", reals()),
+}
+
+
+def case(name: str, path: Path, **options: Any) -> tuple[FMGP, Outputs]:
+    task, data = CASES[name]
+    method = FMGP(None, task, **{**OPTIONS, **options}).fit(data)
+    assert scaled(method) == (name == "temperature scaling")
+    method.save(path)
+    return method, data
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_options_come_back_and_a_second_fit_gives_the_same_numbers(name: str, tmp_path: Path) -> None:
+    kernel = Matern(1.5, lengthscale=0.7) + RBF(amplitude=0.5).requires_grad_(False)
+    method, data = case(name, tmp_path / "head", kernel=kernel, inducing="random")
+    loaded = FMGP.load(tmp_path / "head")
+    asked = ("variance", "num_inducing", "output_rank", "inducing", "inducing_classes", "kl", "novelty", "cache")
+    assert {name: getattr(loaded, name) for name in asked} == {name: getattr(method, name) for name in asked}
+    assert (loaded.variance, loaded.num_inducing, loaded.inducing) == ("auto", 20, "random")
+    assert loaded._kernel.recipe() == kernel.recipe()
+    assert same(numbers(loaded), numbers(method))
+    assert same(numbers(loaded.fit(data)), numbers(method.fit(data)))
+    assert same(answers(loaded.predict(data)), answers(method.predict(data)))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_kernel_may_be_given_whatever_the_fit_has_chosen(name: str, ours: bool, tmp_path: Path) -> None:
+    kernels = pytest.importorskip("gpytorch.kernels")
+    make = (lambda: RBF()) if ours else (lambda: kernels.ScaleKernel(kernels.RBFKernel()))
+    method, data = case(name, tmp_path / "head", kernel=make())
+    loaded = FMGP.load(tmp_path / "head", kernel=make())
+    assert same(answers(loaded.predict(data)), answers(method.predict(data)))
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "head").read_bytes()
+    assert same(numbers(loaded.fit(data)), numbers(method.fit(data)))
+    with pytest.raises(FileError, match=r"Expected the kernel this head was fitted with.*give one of the same form"):
+        FMGP.load(tmp_path / "head", kernel=kernels.MaternKernel())
+    with pytest.raises(FileError, match="Expected the kernel this head was fitted with"):
+        FMGP.load(tmp_path / "head", kernel=Linear() + White())
+
+
+def test_a_kernel_that_is_not_used_need_not_be_given_to_predict(tmp_path: Path) -> None:
+    kernels = pytest.importorskip("gpytorch.kernels")
+    method, data = case("temperature scaling", tmp_path / "head", kernel=RBF() + GPyTorchKernel(kernels.RBFKernel()))
+    loaded = FMGP.load(tmp_path / "head")
+    assert same(answers(loaded.predict(data)), answers(method.predict(data)))
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "head").read_bytes()
+    with pytest.raises(FileError, match=r"GPyTorch kernel is not built by name.*load\(path, kernel=\.\.\.\)"):
+        loaded.fit(data)
+    assert same(answers(loaded.predict(data)), answers(method.predict(data)))
+
+
+def test_a_kernel_on_another_block_is_not_the_one_of_the_fit(tmp_path: Path) -> None:
+    FMGP(mlp(), "regression", kernel=RBF(on="features"), **QUICK).fit((inputs(), values())).save(tmp_path / "head")
+    FMGP.load(tmp_path / "head", kernel=RBF(on="features"))
+    with pytest.raises(FileError, match="Expected the kernel this head was fitted with"):
+        FMGP.load(tmp_path / "head", kernel=RBF(on="inputs"))
+
+
+def test_points_of_your_own_are_asked_for_before_a_second_fit(tmp_path: Path) -> None:
+    data = recorded(mlp(), inputs(), values())
+    method = FMGP(None, "regression", inducing=values(4, 6), inducing_classes=[0, 0, 0, 0], **QUICK).fit(data)
+    method.save(tmp_path / "head")
+    loaded = FMGP.load(tmp_path / "head")
+    assert loaded.inducing_classes == [0, 0, 0, 0]
+    with pytest.raises(OptionError, match=r"file does not hold: to fit again, build FMGP\(\.\.\., inducing=points\)"):
+        loaded.fit(data)
+    assert same(numbers(loaded), numbers(method))
+
+
+# Files that were changed.
+
+
+def edited(config: Any, where: tuple[Any, ...], value: Any) -> Any:
+    config = part = copy.deepcopy(config)
+    for key in where[:-1]:
+        part = part[key]
+    part[where[-1]] = value
+    return config
+
+
+def places(config: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a config."""
+    for key, value in config.items() if isinstance(config, dict) else enumerate(config):
+        yield (*where, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*where, key))
+
+
+CHANGES: list[tuple[str, tuple[Any, ...], Any, str]] = [
+    ("regression", ("options",), "a", "options 'a', not of type dict"),
+    ("regression", ("options", "head", "kernel"), "rbf", "a head with the kernel rbf, fitted for"),
+    ("regression", ("options", "head", "spaces"), "a", "spaces 'a', not of type dict"),
+    ("regression", ("options", "head", "spaces"), {}, "Expected"),
+    ("regression", ("options", "head", "spaces", "features"), 10**12, r"Expected tensors process\.z\.features"),
+    ("regression", ("options", "head", "num_inducing"), 10**12, r"Expected tensors process\.l_raw"),
+    ("regression", ("options", "head", "num_inducing"), True, "num_inducing True, not of type int"),
+    ("regression", ("options", "head", "normals"), -1, r"Expected tensors likelihood\.weights"),
+    ("regression", ("options", "head", "normals"), 10**12, r"Expected tensors likelihood\.weights"),
+    ("regression", ("options", "inducing"), 3, "inducing 3, not of type str"),
+    ("regression", ("network",), 5, r"network 5, not of type str \| None"),
+    ("regression", ("method",), ["fmgp"], "not of type str"),
+    ("regression", ("width",), ["a"], r"outputs of width \['a'\]"),
+    ("regression", ("width",), [5], r"1 outputs, in rows of shape \(5,\)"),
+    ("regression", ("width",), [10**12], "1 outputs, in rows of shape"),
+    ("regression", ("outputs_are",), "zzz", "outputs that are 'zzz'"),
+    ("regression", ("likelihood", "noise"), 3, "Expected noise to be one of"),
+    ("separable", ("options", "head", "novelty"), [10**12, 2, 0.1], r"Expected tensors novelty\.basis"),
+    ("separable", ("options", "head", "novelty", 2), "a", "could not convert string to float"),
+    ("separable", ("options", "head", "rank"), 10**12, r"Expected tensors process\.coupling\.factor"),
+    ("separable", ("options", "head", "num_outputs"), 10**12, r"Expected tensors process\.coupling\.factor"),
+    ("temperature scaling", ("width",), [10**12], "3 outputs, in rows of shape"),
+    ("temperature scaling", ("width",), [], r"3 outputs, in rows of shape \(\)"),
+]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, torch.Tensor], Any]]:
+    """The contents of a file of each case."""
+    path = tmp_path_factory.mktemp("heads") / "head"
+    found = {}
+    for name in CASES:
+        case(name, path)
+        found[name] = contents(path)
+    return found
+
+
+@pytest.mark.parametrize(("name", "where", "value", "message"), CHANGES)
+def test_config_that_was_changed_is_refused(
+    name: str, where: tuple[Any, ...], value: Any, message: str, heads: dict[str, Any], tmp_path: Path
+) -> None:
+    tensors, config = heads[name]
+    rewrite(tmp_path / "head", tensors, edited(config, where, value))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(FileError, match=message) as caught:
+        load(tmp_path / "head")
+    assert str(tmp_path / "head") in str(caught.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB: nothing was made of that size
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whatever_was_changed_is_told_by_an_error_of_ours(name: str, heads: dict[str, Any], tmp_path: Path) -> None:
+    """Or, where any value will do, by nothing."""
+    (tensors, config), refused = heads[name], 0
+    for where in places(config):
+        for value in (None, "a", -1, 10**12, [], ["a"], {"a": 1}):
+            rewrite(tmp_path / "head", tensors, edited(config, where, value))
+            try:
+                loaded = load(tmp_path / "head")
+                loaded.predict(CASES[name][1])
+            except PosthocError:
+                refused += 1
+    assert refused > 150
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_tensors_of_another_type_are_refused(dtype: torch.dtype, heads: dict[str, Any], tmp_path: Path) -> None:
+    tensors, config = heads["regression"]
+    rewrite(tmp_path / "head", {**tensors, "process.l_raw": tensors["process.l_raw"].to(dtype)}, config)
+    with pytest.raises(FileError, match=r"l_raw \(20, 20\) of float64; found process\.l_raw .* of (int|float)32"):
+        load(tmp_path / "head")
+
+
+@pytest.mark.parametrize("owner", [99, -1])
+@pytest.mark.parametrize("at", [0, -1])
+def test_inducing_points_of_no_output_are_refused(owner: int, at: int, heads: dict[str, Any], tmp_path: Path) -> None:
+    tensors, config = heads["regression"]
+    owners = tensors["process.z_class"].clone()
+    owners[at] = owner
+    rewrite(tmp_path / "head", {**tensors, "process.z_class": owners}, config)
+    with pytest.raises(FileError, match=r"inducing points that belong to .* of 1\)"):
+        load(tmp_path / "head")
+
+
+def test_options_that_no_fit_has_say_which_file_they_are_from(heads: dict[str, Any], tmp_path: Path) -> None:
+    tensors, config = heads["regression"]
+    rewrite(tmp_path / "head", tensors, edited(config, ("options", "alpha"), 5.0))
+    with pytest.raises(OptionError, match="Expected alpha from 0") as caught:
+        load(tmp_path / "head")
+    assert caught.value.__notes__ == [f"This was while loading {tmp_path / 'head'}."]
+
+
+def test_other_methods_refuse_what_was_changed_too(tmp_path: Path) -> None:
+    path = tmp_path / "head"
+    Temperature(None, "classification").fit(classes(wrong=False)).save(path)
+    tensors, config = contents(path)
+    rewrite(path, {**tensors, "log_temperature": tensors["log_temperature"].float()}, config)
+    with pytest.raises(FileError, match=r"log_temperature \(\) of float64.*; found log_temperature \(\) of float32"):
+        load(path)
+    rewrite(path, tensors, {**config, "width": []})
+    with pytest.raises(FileError, match="at least 2 classes"):
+        load(path)
