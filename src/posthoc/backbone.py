@@ -88,7 +88,8 @@ class Backbone:
     @contextmanager
     def running(self, *, features: bool, inputs: bool) -> Iterator[Callable[[Any], Reading]]:
         """Gives a function that runs the predictor on a batch, in eval mode and without gradients. Afterwards, also
-        after an exception, the network is as it was: training flags, buffers, hooks, and what requires a gradient."""
+        after an exception, the network is as it was: weights, buffers, training flags, hooks, and what requires a
+        gradient (`stillness` says how)."""
         captured: list[Tensor] = []
         seen = 0
 

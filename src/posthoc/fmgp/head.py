@@ -22,7 +22,7 @@ from posthoc.likelihoods import Categorical, Likelihood
 from posthoc.outputs import Outputs
 from posthoc.predictive import ClassificationPredictive, Predictive
 from posthoc.recalibration import NONE, Recalibration
-from posthoc.stillness import version
+from posthoc.snapshots import version
 
 __all__ = ["Head"]
 
