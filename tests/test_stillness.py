@@ -326,6 +326,19 @@ def test_what_a_network_writes_before_it_fails_is_undone(write: Callable[[Writin
     assert_unchanged(model, before)
 
 
+def test_embeddings_that_are_kept_short_are_as_long_as_they_were() -> None:
+    # PyTorch's own layer writes to its weight in forward: to the rows that are looked up, where they are too long.
+    model = nn.Sequential(nn.Embedding(10, HIDDEN, max_norm=1.0), nn.Flatten(), nn.Linear(HIDDEN, 1))
+    weight = model.get_parameter("0.weight")
+    weight.data[:5] *= 1e-3
+    before = portrait(model)
+    rows = torch.arange(30).remainder(5)[:, None]
+    method = FMGP(model, "regression", **QUICK).fit((rows, values()))
+    assert_unchanged(model, before)
+    method.predict(rows + 5)  # the first batch had nothing to shorten
+    assert_unchanged(model, before)
+
+
 def test_most_networks_write_to_nothing() -> None:
     model = mlp()
     assert written(model) is None
@@ -394,6 +407,7 @@ def test_caches_that_grow_serve_afterwards(length: int) -> None:
     assert torch.equal(method.predict(inputs()).mean, expected)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_network_comes_back_too() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from posthoc.checks import require_finite
 from posthoc.errors import DataError, LayerError
 from posthoc.stillness import still, turn
 
-__all__ = ["Backbone", "Reading", "fingerprint", "settled"]
+__all__ = ["Backbone", "Reading", "settled"]
 
 
 class Reading(NamedTuple):
@@ -238,21 +237,3 @@ def first_device(batch: Batch) -> torch.device:
         if isinstance(value, Tensor):
             return value.device
     return torch.device("cpu")
-
-
-def fingerprint(module: nn.Module | None) -> str | None:
-    """A digest of the weights' and buffers' names, shapes, types and values (evenly spaced ones of large tensors, so
-    that a network of billions takes seconds). None where there are no weights to see."""
-    if module is None:
-        return None
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        if not isinstance(tensor, Tensor):
-            continue
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            continue  # no plain values to read: its name, shape and type must do
-        flat = tensor.detach().reshape(-1)
-        step = max(1, flat.numel() // 65536)
-        digest.update(flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

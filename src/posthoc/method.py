@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.augmentation import Augmented
-from posthoc.backbone import Backbone, Reading, fingerprint, settled
+from posthoc.backbone import Backbone, Reading, settled
 from posthoc.batches import as_tensor, is_array, is_arrays, iterate
 from posthoc.checks import choice, integer, known_device
 from posthoc.conformal import Conformal, Score
 from posthoc.doubts import doubt_logits, doubt_memorised
 from posthoc.errors import DataError, FileError, NotFittedError, OptionError, PosthocWarning
 from posthoc.files import read_head, write_head
+from posthoc.fingerprints import mark, refuse_another
 from posthoc.likelihoods import Likelihood, make_likelihood
 from posthoc.logits import KINDS, as_logits
 from posthoc.outputs import Outputs, collect, read
@@ -93,7 +94,7 @@ class Method(ABC):
         self.layer = layer
         self.backbone = Backbone(model, layer, self.device) if model is not None else None
         self._width: tuple[int, ...] | None = None  # of one row of outputs, once fitted
-        self._fingerprint: str | None = None
+        self._network: dict[str, Any] | None = None  # what it is known by, once fitted on
 
     @property
     def likelihood(self) -> Likelihood:
@@ -151,7 +152,7 @@ class Method(ABC):
             )
         if self.wants_unseen:
             doubt_memorised(train, held_out, self._likelihood.task)
-        mark = fingerprint(self.backbone.module) if self.backbone else None
+        network = mark(self.backbone.module) if self.backbone else None
         if checkpoint is not None:
             checkpoint.of(
                 {
@@ -161,11 +162,11 @@ class Method(ABC):
                     "data": train.digest(),
                     "val": held_out.digest() if held_out is not None else None,
                     "num_data": num_data or len(train),
-                    "network": mark,
+                    "network": network["fingerprint"] if network is not None else None,
                 }
             )
         self._fit(Job(train, held_out, num_data or len(train), data, checkpoint, val))
-        self._width, self._fingerprint = tuple(train.outputs.shape[1:]), mark
+        self._width, self._network = tuple(train.outputs.shape[1:]), network
         return self
 
     def predict(self, data: Any, *, covariance: bool = False) -> Predictive:
@@ -241,7 +242,7 @@ class Method(ABC):
             "layer": self.layer,
             "outputs_are": self.outputs_are,
             "width": self._width,
-            "network": self._fingerprint,
+            "network": self._network,
         }
 
     @classmethod
@@ -264,13 +265,8 @@ class Method(ABC):
     @classmethod
     def _opened(cls, saved: Saved) -> Self:
         config, model = saved.config, saved.model
-        found = fingerprint(model) if isinstance(model, nn.Module) else None
-        if found is not None and config["network"] is not None and found != config["network"]:
-            raise FileError(
-                f"Expected the network this head was fitted on (fingerprint {config['network'][:12]}), found another "
-                f"({found[:12]}): its weights, buffers or layers differ. Load the right weights, or fit again."
-            )
         try:
+            refuse_another(config["network"], model if isinstance(model, nn.Module) else None)
             method = cls._rebuild(saved)
             method._width = saved.width
         except (KeyError, TypeError) as error:
@@ -278,7 +274,7 @@ class Method(ABC):
                 f"Expected a config that this version can read, found one in {saved.path} that it cannot ({error!r}): "
                 "the file was changed; save it again."
             ) from error
-        method._fingerprint, method.outputs_are = config["network"], config["outputs_are"]
+        method._network, method.outputs_are = config["network"], config["outputs_are"]
         return method
 
     def _check_data(self, data: Any) -> None:  # noqa: B027 (most methods take anything)

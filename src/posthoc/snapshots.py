@@ -37,10 +37,11 @@ class Snapshot:
         return self.values is None and version(self.tensor) != self.version
 
     def changed(self) -> bool:
-        """Whether the network has another tensor now, or the same with other memory, values or need of a gradient."""
+        """Whether the network has another tensor now, or the same with other memory, values or need of a gradient; or
+        wrote to it, if only the values it had: next time they may be others."""
         same = self.name in self.holder and self.holder[self.name] is self.tensor
         same = same and not self._moved() and self.tensor.requires_grad == self.requires_grad
-        return not same or self.lost() or self._written()
+        return not same or version(self.tensor) != self.version or self._written()
 
     @torch.no_grad()
     def put_back(self) -> None:
