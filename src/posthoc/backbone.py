@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posthoc.batches import Batch, as_tensor, move, read_batch
+from posthoc.arrays import as_tensor
+from posthoc.batches import Batch, move, read_batch
 from posthoc.checks import require_finite
 from posthoc.errors import DataError, LayerError
 from posthoc.stillness import still, turn

@@ -8,7 +8,7 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -16,9 +16,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from posthoc.arrays import arrays, as_tensor, is_arrays, is_pair
 from posthoc.augmentation import Augmented
 from posthoc.backbone import Backbone, Reading, settled
-from posthoc.batches import as_tensor, is_array, is_arrays, iterate
+from posthoc.batches import iterate
 from posthoc.checks import choice, integer, known_device
 from posthoc.conformal import Conformal, Score
 from posthoc.doubts import doubt_logits, doubt_memorised
@@ -117,16 +118,16 @@ class Method(ABC):
         checkpoint_every: int = 200,
         resume: bool = False,
     ) -> Self:
-        """Fits on data the network has not memorised: a DataLoader of (x, y) or mappings, a pair of arrays, `Outputs`,
-        or the path of a file of them. `val` is for early stopping; `num_data` is the number of points that `data`
-        stands for, if not its own. Where there are only the images that the network was trained on, `augment="crops"`
-        shows it parts of them, and a function of a batch of images whatever it makes of them. `checkpoint` names a
-        folder where the state is written every `checkpoint_every` steps; with `resume` a fit that was killed goes on
-        from there to exactly the numbers it would have had."""
+        """Fits on data the network has not memorised: a DataLoader or dataset of (x, y) or mappings, a pair of arrays
+        (or tables, or lists of numbers), `Outputs`, or the path of a file of them. `val` is for early stopping;
+        `num_data` is the number of points that `data` stands for, if not its own. Where there are only the images that
+        the network was trained on, `augment="crops"` shows it parts of them, and a function of a batch of images
+        whatever it makes of them. `checkpoint` names a folder where the state is written every `checkpoint_every`
+        steps; with `resume` a fit that was killed goes on from there to exactly the numbers it would have had."""
         num_data = integer("num_data", num_data, 1) if num_data is not None else None
         if resume and checkpoint is None:
             raise OptionError("resume=True goes on from a checkpoint: name its folder with checkpoint=....")
-        data, val = opened(data), opened(val)
+        data, val = arrays(opened(data)), arrays(opened(val))
         if augment is not None:
             data = Augmented(data, augment)
         self._check_data(data)
@@ -366,16 +367,16 @@ class Method(ABC):
 
     def _stream(self, data: Any, *, targets: bool = False) -> Generator[tuple[Outputs, Callable[[], None]]]:
         """Outputs, and for each what refuses them if they are not finite; with targets, of data as `fit` takes them."""
-        data = opened(data)
+        data = arrays(opened(data))
         if isinstance(data, Outputs):
             yield self._fitting(data, targets=targets), settled
             return
-        if isinstance(data, list) and is_arrays(data) and not targets:
+        if isinstance(data, list) and is_pair(data) and not targets:
             raise DataError(
                 "Expected one batch or a loader, got a list of arrays, which could be (x, y) or several batches: give "
                 "a tuple (x, y), the inputs alone, or a DataLoader."
             )
-        one_batch = not targets and (isinstance(data, Mapping) or is_array(data) or is_arrays(data))
+        one_batch = not targets and is_arrays(data)
         with closing(self._readings(data, one_batch=one_batch)) as readings:
             for reading in readings:
                 if len(reading.outputs):
