@@ -388,7 +388,7 @@ class Method(ABC):
     def _readings(self, data: Any, *, one_batch: bool) -> Generator[Reading]:
         """What the network says of one batch, or of every batch of a loader."""
         features, inputs = self._needs(fitted=True)
-        with self._require_backbone(data).running(features=features, inputs=inputs) as run:
+        with self._require_backbone(data).running(features=features, inputs=inputs, width=self._width) as run:
             if not one_batch:
                 for batch in iterate(data, CHUNK):
                     yield run(batch)

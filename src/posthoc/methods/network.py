@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.arrays import arrays, is_arrays, row_count, take
-from posthoc.backbone import all_finite, first_device, read_outputs
-from posthoc.batches import Batch, iterate, move, read_batch
+from posthoc.backbone import all_finite, first_device, in_rows, read_outputs
+from posthoc.batches import Batch, iterate, move
 from posthoc.errors import DataError, OptionError
+from posthoc.lending import copied
 from posthoc.likelihoods import Likelihood
 from posthoc.logits import as_logits
 from posthoc.method import CHUNK, Method
@@ -81,17 +82,17 @@ class NetworkMethod(Method):
         assert self.backbone is not None
         seen = 0
         for raw in iterate(data, size):
-            batch = read_batch(raw)
-            device = self.backbone.device or first_device(batch)
-            args, kwargs = (move(part, device, self.backbone.dtype) for part in (batch.args, batch.kwargs))
-            given = [value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)]
+            batch = self.backbone.place(raw)
+            given = [value for value in [*batch.args, *batch.kwargs.values()] if isinstance(value, Tensor)]
             all_finite(given, "inputs", seen)
             seen += len(given[0]) if given and given[0].ndim else 0
-            yield Batch(args, kwargs, move(batch.target, device) if batch.target is not None else None)
+            device = self.backbone.device or first_device(batch)
+            yield batch._replace(target=move(batch.target, device) if batch.target is not None else None)
 
     def _answer(self, network: nn.Module, batch: Batch) -> Tensor:  # (N, ...)
         """What a network says of a batch: logits or regression outputs."""
-        said = read_outputs(network(*batch.args, **batch.kwargs))
+        mine = copied(batch)
+        said = in_rows(read_outputs(network(*mine.args, **mine.kwargs)), batch, self._width)
         single = self._likelihood.task == "classification" and said.shape[1:].numel() == 1
         return as_logits(said, "logits") if single else said
 
