@@ -149,8 +149,8 @@ class Backbone:
 
     def _run(self, raw: Any, captured: list[Tensor], wanted: Wanted, seen: int) -> Reading:
         batch = self.place(raw)
-        device = self.device or first_device(batch)
         given = [value for value in [*batch.args, *batch.kwargs.values()] if isinstance(value, Tensor)]
+        device = given[0].device if given else self.device or torch.device("cpu")
         # Looking at numbers makes the host wait for a GPU, which can be given more to do first.
         later = device.type == "cuda"
         if not later:
