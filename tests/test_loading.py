@@ -146,7 +146,7 @@ CHANGES: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("regression", ("options", "head", "normals"), -1, r"Expected tensors likelihood\.weights"),
     ("regression", ("options", "head", "normals"), 10**12, r"Expected tensors likelihood\.weights"),
     ("regression", ("options", "inducing"), 3, "inducing 3, not of type str"),
-    ("regression", ("network",), 5, r"network 5, not of type str \| None"),
+    ("regression", ("network",), 5, r"network 5, not of type dict \| None"),
     ("regression", ("method",), ["fmgp"], "not of type str"),
     ("regression", ("width",), ["a"], r"outputs of width \['a'\]"),
     ("regression", ("width",), [5], r"1 outputs, in rows of shape \(5,\)"),

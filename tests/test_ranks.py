@@ -52,9 +52,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "classes": lambda: ("classification", {"variance": "per_output"}, classes(150), None),
     "stops early": lambda: (
         "classification",
-        {**STOPPING, "lr": 0.04},
-        foreseen(150),
-        foreseen(40, seed=5, wrong=1),
+        {**STOPPING, "lr": 0.02},
+        foreseen(150, wrong=1),
+        foreseen(40, seed=5),
     ),
     "Monte Carlo": lambda: (Categorical(training="monte_carlo", samples=4), {}, classes(150), None),
 }

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc.batches import as_tensor, is_array, iterate
+from posthoc.arrays import as_tensor, is_array
+from posthoc.batches import iterate
 from posthoc.errors import DataError, OptionError
 from posthoc.outputs import Outputs
 

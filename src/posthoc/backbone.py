@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,12 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posthoc.batches import Batch, as_tensor, move, read_batch
+from posthoc.arrays import as_tensor, is_array, is_list
+from posthoc.batches import Batch, move, read_batch
 from posthoc.checks import require_finite
 from posthoc.errors import DataError, LayerError
+from posthoc.lending import lent, shared
 from posthoc.stillness import still, turn
 
-__all__ = ["Backbone", "Reading", "fingerprint", "settled"]
+__all__ = ["Backbone", "Reading", "settled"]
 
 
 class Reading(NamedTuple):
@@ -28,6 +29,14 @@ class Reading(NamedTuple):
     features: Tensor | None  # (N, D)
     inputs: Tensor | None  # (N, D)
     settle: Callable[[], None]  # refuses what is not finite: to be called before the numbers leave us
+
+
+class Wanted(NamedTuple):
+    """What is to be read of a run beside the outputs, and the shape of a row of those, if known."""
+
+    features: bool
+    inputs: bool
+    width: tuple[int, ...] | None
 
 
 class Backbone:
@@ -86,18 +95,24 @@ class Backbone:
         return layer, False
 
     @contextmanager
-    def running(self, *, features: bool, inputs: bool) -> Iterator[Callable[[Any], Reading]]:
+    def running(
+        self, *, features: bool, inputs: bool, width: tuple[int, ...] | None = None
+    ) -> Iterator[Callable[[Any], Reading]]:
         """Gives a function that runs the predictor on a batch, in eval mode and without gradients. Afterwards, also
-        after an exception, the network is as it was: training flags, buffers, hooks, and what requires a gradient."""
+        after an exception, the network is as it was: weights, buffers, training flags, hooks, and what requires a
+        gradient (`stillness` says how). `width` is the shape of one row of outputs, where it is known."""
         captured: list[Tensor] = []
         seen = 0
 
         def run(raw: Any) -> Reading:
-            nonlocal seen
+            nonlocal seen, width
+            wanted = Wanted(features and self.has_features, inputs, width)
             # One thread at a time: hooks are the network's, and must not see another's batch.
             with turn(self.module), self._listening(captured, features), torch.no_grad():
-                reading = self._run(raw, captured, features=features and self.has_features, inputs=inputs, seen=seen)
+                reading = self._run(raw, captured, wanted, seen)
             seen += len(reading.outputs)
+            if width is None and len(reading.outputs) > 1:
+                width = tuple(reading.outputs.shape[1:])
             return reading
 
         with still(self.module):
@@ -126,26 +141,33 @@ class Backbone:
         finally:
             handle.remove()
 
-    def _run(self, raw: Any, captured: list[Tensor], *, features: bool, inputs: bool, seen: int) -> Reading:
+    def place(self, raw: Any) -> Batch:
+        """A batch where the network is; its target stays where it was."""
         batch = read_batch(raw)
         device = self.device or first_device(batch)
-        batch = Batch(move(batch.args, device, self.dtype), move(batch.kwargs, device, self.dtype), batch.target)
+        return Batch(move(batch.args, device, self.dtype), move(batch.kwargs, device, self.dtype), batch.target)
+
+    def _run(self, raw: Any, captured: list[Tensor], wanted: Wanted, seen: int) -> Reading:
+        batch = self.place(raw)
         given = [value for value in [*batch.args, *batch.kwargs.values()] if isinstance(value, Tensor)]
+        device = given[0].device if given else self.device or torch.device("cpu")
         # Looking at numbers makes the host wait for a GPU, which can be given more to do first.
         later = device.type == "cuda"
         if not later:
             all_finite(given, "inputs", seen)
         captured.clear()
-        try:
-            answer = self.model(*batch.args, **batch.kwargs)
-        except Exception as error:
-            error.add_note("posthoc: raised by your model, called on one batch of the data; the model is as it was.")
-            raise
-        # Copies again: a predictor may give the same buffer every time.
-        outputs = read_outputs(answer).detach().clone()
-        if outputs.ndim < 1:
-            raise DataError("Expected the model to return one row a point, got a single number.")
-        found = [self._features(captured, len(outputs))] if features else []
+        with lent(batch, given if wanted.inputs else shared(batch, raw)) as mine:
+            try:
+                answer = self.model(*mine.args, **mine.kwargs)
+            except Exception as error:
+                error.add_note(
+                    "posthoc: raised by your model, called on one batch of the data; the model is as it was."
+                )
+                raise
+            # Copies again: a predictor may give the same buffer every time, or what it was given.
+            said = read_outputs(answer).detach().clone()
+        outputs = in_rows(said, batch, wanted.width)
+        found = [self._features(captured, len(outputs))] if wanted.features else []
         flags = together([*given, outputs, *found]) if later else None
 
         def settle() -> None:
@@ -160,7 +182,7 @@ class Backbone:
             outputs,
             move(batch.target, device) if batch.target is not None else None,
             found[0] if found else None,
-            read_inputs(batch, len(outputs)).clone() if inputs else None,
+            read_inputs(batch, len(outputs)).clone() if wanted.inputs else None,
             settle if later else settled,
         )
 
@@ -212,6 +234,28 @@ def read_outputs(answer: Any) -> Tensor:
     return answer
 
 
+def in_rows(outputs: Tensor, batch: Batch, width: tuple[int, ...] | None) -> Tensor:  # (N, ...)
+    """What a model said of a batch, one row a point. A model that ends in `squeeze()` says a number, or (C,), of a
+    single row. That is taken for a row where the inputs are one, and the width of other rows or the target says so."""
+    if not is_one_row(batch):
+        if outputs.ndim < 1:
+            raise DataError("Expected the model to return one row a point, got a single number.")
+        return outputs
+    lost = outputs.ndim < 1 or tuple(outputs.shape) == width or (len(outputs) > 1 and batch.target is not None)
+    return outputs[None] if lost else outputs
+
+
+def is_one_row(batch: Batch) -> bool:
+    """Whether all inputs, and the target if there is one, are a single row."""
+    inputs = [length(value) for value in [*batch.args, *batch.kwargs.values()]]
+    known = {rows for rows in inputs if rows is not None}
+    return known == {1} and (batch.target is None or length(batch.target) in (1, None))
+
+
+def length(value: Any) -> int | None:
+    return len(value) if is_list(value) or (is_array(value) and value.ndim) else None
+
+
 def read_inputs(batch: Batch, rows: int) -> Tensor:
     """The inputs as one row of coordinates a point, for kernels that look at them."""
     values = [v for v in [*batch.args, *batch.kwargs.values()] if isinstance(v, Tensor)]
@@ -237,21 +281,3 @@ def first_device(batch: Batch) -> torch.device:
         if isinstance(value, Tensor):
             return value.device
     return torch.device("cpu")
-
-
-def fingerprint(module: nn.Module | None) -> str | None:
-    """A digest of the weights' and buffers' names, shapes, types and values (evenly spaced ones of large tensors, so
-    that a network of billions takes seconds). None where there are no weights to see."""
-    if module is None:
-        return None
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        if not isinstance(tensor, Tensor):
-            continue
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            continue  # no plain values to read: its name, shape and type must do
-        flat = tensor.detach().reshape(-1)
-        step = max(1, flat.numel() // 65536)
-        digest.update(flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

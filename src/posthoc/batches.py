@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from posthoc.arrays import arrays, as_tensor, cut, is_array, is_arrays, is_list, is_numbers
 from posthoc.errors import DataError
 
-__all__ = ["TARGET_KEYS", "Batch", "as_tensor", "iterate", "move", "read_batch"]
+__all__ = ["TARGET_KEYS", "Batch", "iterate", "move", "read_batch"]
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
@@ -42,13 +45,14 @@ def read_batch(batch: Any) -> Batch:
 
 def iterate(data: Any, batch_size: int) -> Iterator[Any]:
     """The batches in data: arrays are cut into rows of `batch_size`, datasets are loaded, loaders pass through."""
-    if isinstance(data, Mapping) or is_array(data) or is_arrays(data):
+    data = arrays(data)
+    if is_arrays(data):
         yield from cut(data, batch_size)
-    elif isinstance(data, Iterable):
-        yield from data
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    elif is_dataset(data):
         # A generator of its own: a DataLoader without one draws a seed from the global generator.
-        yield from torch.utils.data.DataLoader(data, batch_size=batch_size, generator=torch.Generator())
+        yield from DataLoader(data, batch_size=batch_size, collate_fn=collate, generator=torch.Generator())
+    elif isinstance(data, Iterable):
+        yield from stream(data, batch_size)
     else:
         raise DataError(
             "Expected a DataLoader, a pair of arrays (x, y), a mapping of arrays or posthoc.Outputs, "
@@ -56,39 +60,95 @@ def iterate(data: Any, batch_size: int) -> Iterator[Any]:
         )
 
 
-def cut(data: Any, size: int) -> Iterator[Any]:
-    """Consecutive rows of arrays that belong together."""
-    if isinstance(data, Mapping):
-        data = {k: np.asarray(v) if is_numbers(v) else v for k, v in data.items()}
-    elif not is_array(data):
-        data = tuple(np.asarray(a) if is_numbers(a) else a for a in data)
-    arrays = list(data.values()) if isinstance(data, Mapping) else [data] if is_array(data) else list(data)
-    lengths = {len(a) for a in arrays if is_array(a) and np.ndim(a)}
-    if len(lengths) != 1:
-        raise DataError(f"Expected arrays with as many rows each, got {sorted(lengths) or 'none'}.")
-    for start in range(0, lengths.pop(), size):
-        rows = slice(start, start + size)
-        if isinstance(data, Mapping):
-            yield {k: v[rows] if is_array(v) and np.ndim(v) else v for k, v in data.items()}
-        elif is_array(data):
-            yield data[rows]
-        else:
-            yield tuple(a[rows] for a in arrays)
-
-
-def is_array(data: Any) -> bool:
-    return isinstance(data, Tensor | np.ndarray)
-
-
-def is_arrays(data: Any) -> bool:
-    """Whether data is a tuple (or list) of arrays, the targets perhaps a list of numbers, and not a list of batches."""
-    if not isinstance(data, tuple | list) or len(data) < 2:
+def is_dataset(data: Any) -> bool:
+    """Whether data have rows by number. Many that have can be iterated too, and lists of batches can be both."""
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or isinstance(data, list | tuple):
         return False
-    return is_array(data[0]) and all(is_array(a) or is_numbers(a) for a in data)
+    if isinstance(data, Dataset) or not isinstance(data, Iterable):
+        return not isinstance(data, IterableDataset)
+    return len(data) > 0 and is_row(data[0])  # type: ignore[arg-type, index]
 
 
-def is_numbers(data: Any) -> bool:
-    return isinstance(data, list) and bool(data) and isinstance(data[0], int | float)
+def has_columns(data: Any) -> bool:
+    """Whether data are a dataset of Hugging Face's, whose items are rows."""
+    return hasattr(data, "column_names")
+
+
+def stream(data: Iterable[Any], size: int) -> Iterator[Any]:
+    """The batches of a loader, a list or a generator; an iterable dataset's rows, in batches."""
+    items = iter(data)
+    for first in items:
+        everything = chain([first], items)
+        if has_columns(data) or (isinstance(data, IterableDataset) and gives_rows(first)):
+            while rows := list(islice(everything, size)):
+                yield collate(rows)
+        elif is_row(first):
+            raise DataError(
+                "Expected batches, got single rows, whose target is one number: put the data into a DataLoader, which "
+                "makes batches of them."
+            )
+        else:
+            yield from everything
+
+
+def is_row(item: Any) -> bool:
+    """Whether an item is surely one row and no batch: its target is one number, or longer or shorter than its input."""
+    batch = read_batch(item)
+    inputs, target = shapes([*batch.args, *batch.kwargs.values()]), shapes([batch.target])
+    if not target or any(len(shape) > 1 and shape[0] == 1 for shape in inputs):
+        return False
+    return not target[0] or (bool(inputs) and all(len(shape) == 1 and shape[:1] != target[0][:1] for shape in inputs))
+
+
+def gives_rows(first: Any) -> bool:
+    """Whether an iterable dataset, which may give rows or batches, gives rows, as far as its first item tells."""
+    batch = read_batch(first)
+    found = shapes([*batch.args, *batch.kwargs.values(), batch.target])
+    if any(not shape for shape in found) or len({shape[0] for shape in found}) > 1:
+        return True
+    if all(len(shape) < 2 for shape in found):
+        raise DataError(
+            "Expected to see from the first item whether this iterable dataset gives rows or batches, got shapes "
+            f"{found}, which could be either: put it into a DataLoader (batches: with batch_size=None)."
+        )
+    return False
+
+
+def shapes(values: list[Any]) -> list[tuple[int, ...]]:
+    """Of those that are numbers or arrays."""
+    return [shape(value) for value in values if is_array(value) or is_numbers(value)]
+
+
+def shape(value: Any) -> tuple[int, ...]:
+    if is_array(value):
+        return tuple(value.shape)
+    return (len(value), *(shape(value[0]) if len(value) else ())) if is_list(value) else ()
+
+
+def collate(rows: list[Any]) -> Any:
+    """Rows as a batch; lists of numbers are taken for arrays, and real ones are left to be cast for the model."""
+    first = rows[0]
+    try:
+        if isinstance(first, tuple | list):
+            columns = [column(list(values)) for values in zip(*rows, strict=True)]
+            return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
+        return column(rows)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        raise DataError(
+            f"Expected rows of numbers that can be stacked to a batch, got others ({error}): put the data into a "
+            "DataLoader with a collate_fn that makes batches of them."
+        ) from error
+
+
+def column(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {name: column([value[name] for value in values]) for name in first}
+    if isinstance(first, list | tuple) and not is_numbers(first):
+        return tuple(column(list(each)) for each in zip(*values, strict=True))
+    if isinstance(first, list | tuple) or (isinstance(first, np.ndarray) and first.dtype.kind == "f"):
+        return np.stack([np.asarray(value) for value in values])
+    return default_collate(values)
 
 
 def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -107,15 +167,3 @@ def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
     if hasattr(value, "to") and callable(value.to):
         return value.to(device)
     return value
-
-
-def as_tensor(value: Any) -> Tensor:
-    """A tensor from an array, a list or a number; unsigned integers, which torch hardly supports, become int64."""
-    if isinstance(value, Tensor):
-        return value
-    array = np.asarray(value)
-    if array.dtype.kind not in "fiub":
-        raise DataError(f"Expected numbers, got an array of {array.dtype}.")
-    if array.dtype.kind == "u":
-        array = array.astype(np.int64)
-    return torch.from_numpy(np.ascontiguousarray(array).copy())

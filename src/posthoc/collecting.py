@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from posthoc.backbone import Backbone, fingerprint
+from posthoc.backbone import Backbone
 from posthoc.checks import integer
 from posthoc.errors import DataError, PosthocError
+from posthoc.fingerprints import fingerprint
 from posthoc.outputs import Outputs, join
 
 __all__ = ["Span", "SpanReader", "collect_to_folder", "row_count", "spans", "write_to_folder"]

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posthoc.arrays import as_tensor
 from posthoc.backbone import Backbone
-from posthoc.batches import as_tensor, iterate
+from posthoc.batches import iterate
 from posthoc.costs import measured
 from posthoc.errors import DataError, LayerError, MissingExtraError, OptionError
 from posthoc.likelihoods import Likelihood, make_likelihood

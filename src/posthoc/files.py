@@ -258,7 +258,7 @@ PARTS = {
     "layer": str | None,
     "outputs_are": str,
     "width": list,
-    "network": str | None,
+    "network": dict | None,
 }
 """What the config of every head has."""
 

@@ -8,7 +8,7 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -16,14 +16,16 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from posthoc.arrays import arrays, as_tensor, is_arrays, is_pair
 from posthoc.augmentation import Augmented
-from posthoc.backbone import Backbone, Reading, fingerprint, settled
-from posthoc.batches import as_tensor, is_array, is_arrays, iterate
+from posthoc.backbone import Backbone, Reading, settled
+from posthoc.batches import iterate
 from posthoc.checks import choice, integer, known_device
 from posthoc.conformal import Conformal, Score
 from posthoc.doubts import doubt_logits, doubt_memorised
-from posthoc.errors import DataError, FileError, NotFittedError, OptionError, PosthocWarning
+from posthoc.errors import DataError, NotFittedError, OptionError, PosthocWarning
 from posthoc.files import read_head, write_head
+from posthoc.fingerprints import mark, refuse_another
 from posthoc.likelihoods import Likelihood, make_likelihood
 from posthoc.logits import KINDS, as_logits
 from posthoc.outputs import Outputs, collect, read
@@ -98,7 +100,7 @@ class Method(ABC):
         self.layer = layer
         self.backbone = Backbone(model, layer, self.device) if model is not None else None
         self._width: tuple[int, ...] | None = None  # of one row of outputs, once fitted
-        self._fingerprint: str | None = None
+        self._network: dict[str, Any] | None = None  # what it is known by, once fitted on
 
     @property
     def likelihood(self) -> Likelihood:
@@ -121,16 +123,16 @@ class Method(ABC):
         checkpoint_every: int = 200,
         resume: bool = False,
     ) -> Self:
-        """Fits on data the network has not memorised: a DataLoader of (x, y) or mappings, a pair of arrays, `Outputs`,
-        or the path of a file of them. `val` is for early stopping; `num_data` is the number of points that `data`
-        stands for, if not its own. Where there are only the images that the network was trained on, `augment="crops"`
-        shows it parts of them, and a function of a batch of images whatever it makes of them. `checkpoint` names a
-        folder where the state is written every `checkpoint_every` steps; with `resume` a fit that was killed goes on
-        from there to exactly the numbers it would have had."""
+        """Fits on data the network has not memorised: a DataLoader or dataset of (x, y) or mappings, a pair of arrays
+        (or tables, or lists of numbers), `Outputs`, or the path of a file of them. `val` is for early stopping;
+        `num_data` is the number of points that `data` stands for, if not its own. Where there are only the images that
+        the network was trained on, `augment="crops"` shows it parts of them, and a function of a batch of images
+        whatever it makes of them. `checkpoint` names a folder where the state is written every `checkpoint_every`
+        steps; with `resume` a fit that was killed goes on from there to exactly the numbers it would have had."""
         num_data = integer("num_data", num_data, 1) if num_data is not None else None
         if resume and checkpoint is None:
             raise OptionError("resume=True goes on from a checkpoint: name its folder with checkpoint=....")
-        data, val = opened(data), opened(val)
+        data, val = arrays(opened(data)), arrays(opened(val))
         if augment is not None:
             data = Augmented(data, augment)
         self._check_data(data)
@@ -156,7 +158,7 @@ class Method(ABC):
             )
         if self.wants_unseen:
             doubt_memorised(train, held_out, self._likelihood.task)
-        mark = fingerprint(self.backbone.module) if self.backbone else None
+        network = mark(self.backbone.module) if self.backbone else None
         if checkpoint is not None:
             checkpoint.of(
                 {
@@ -166,11 +168,11 @@ class Method(ABC):
                     "data": train.digest(),
                     "val": held_out.digest() if held_out is not None else None,
                     "num_data": num_data or len(train),
-                    "network": mark,
+                    "network": network["fingerprint"] if network is not None else None,
                 }
             )
         self._fit(Job(train, held_out, num_data or len(train), data, checkpoint, val))
-        self._width, self._fingerprint = tuple(train.outputs.shape[1:]), mark
+        self._width, self._network = tuple(train.outputs.shape[1:]), network
         return self
 
     def predict(self, data: Any, *, covariance: bool = False) -> Predictive:
@@ -246,7 +248,7 @@ class Method(ABC):
             "layer": self.layer,
             "outputs_are": self.outputs_are,
             "width": self._width,
-            "network": self._fingerprint,
+            "network": self._network,
         }
 
     @classmethod
@@ -269,16 +271,11 @@ class Method(ABC):
     @classmethod
     def _opened(cls, saved: Saved) -> Self:
         config, model = saved.config, saved.model
-        found = fingerprint(model) if isinstance(model, nn.Module) else None
-        if found is not None and config["network"] is not None and found != config["network"]:
-            raise FileError(
-                f"Expected the network this head was fitted on (fingerprint {config['network'][:12]}), found another "
-                f"({found[:12]}): its weights, buffers or layers differ. Load the right weights, or fit again."
-            )
         with saved.rebuilding():
+            refuse_another(config["network"], model if isinstance(model, nn.Module) else None)
             method = cls._rebuild(saved)
         method._width = saved.width
-        method._fingerprint, method.outputs_are = config["network"], config["outputs_are"]
+        method._network, method.outputs_are = config["network"], config["outputs_are"]
         return method
 
     def _check_data(self, data: Any) -> None:  # noqa: B027 (most methods take anything)
@@ -370,16 +367,16 @@ class Method(ABC):
 
     def _stream(self, data: Any, *, targets: bool = False) -> Generator[tuple[Outputs, Callable[[], None]]]:
         """Outputs, and for each what refuses them if they are not finite; with targets, of data as `fit` takes them."""
-        data = opened(data)
+        data = arrays(opened(data))
         if isinstance(data, Outputs):
             yield self._fitting(data, targets=targets), settled
             return
-        if isinstance(data, list) and is_arrays(data) and not targets:
+        if isinstance(data, list) and is_pair(data) and not targets:
             raise DataError(
                 "Expected one batch or a loader, got a list of arrays, which could be (x, y) or several batches: give "
                 "a tuple (x, y), the inputs alone, or a DataLoader."
             )
-        one_batch = not targets and (isinstance(data, Mapping) or is_array(data) or is_arrays(data))
+        one_batch = not targets and is_arrays(data)
         with closing(self._readings(data, one_batch=one_batch)) as readings:
             for reading in readings:
                 if len(reading.outputs):
@@ -391,7 +388,7 @@ class Method(ABC):
     def _readings(self, data: Any, *, one_batch: bool) -> Generator[Reading]:
         """What the network says of one batch, or of every batch of a loader."""
         features, inputs = self._needs(fitted=True)
-        with self._require_backbone(data).running(features=features, inputs=inputs) as run:
+        with self._require_backbone(data).running(features=features, inputs=inputs, width=self._width) as run:
             if not one_batch:
                 for batch in iterate(data, CHUNK):
                     yield run(batch)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posthoc.arrays import as_tensor
 from posthoc.backbone import Backbone, Reading
-from posthoc.batches import as_tensor, iterate
+from posthoc.batches import iterate
 from posthoc.checks import as_rows, require_finite
 from posthoc.errors import DataError
 

@@ -210,7 +210,8 @@ class RegressionPredictive(Predictive):
 @dataclass(frozen=True, eq=False)
 class ClassificationPredictive(Predictive):
     """Class probabilities, and the Gaussian over the logits behind them: `mean`, `variance` and `sample` are of the
-    logits f, and `probs` are of softmax(f / temperature) averaged over them."""
+    logits f, and `probs` are of softmax(f / temperature) averaged over them. The logits of a classifier that gives a
+    single one, z, are [0, z]."""
 
     logit_variance: Tensor  # (N, C)
     log_probs: Tensor  # (N, C)

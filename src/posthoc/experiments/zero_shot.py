@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posthoc.backbone import Backbone, fingerprint
+from posthoc.backbone import Backbone
 from posthoc.collecting import collect_to_folder
 from posthoc.data import Dataset
 from posthoc.data.download import Shelf, cache_folder
 from posthoc.errors import FileError, PosthocError, UnavailableError
 from posthoc.files import atomic_path, require_folder
+from posthoc.fingerprints import fingerprint
 from posthoc.integrations.extras import require
 from posthoc.integrations.transformers import ImageProcessor, quiet, require_all_loaded
 from posthoc.integrations.transforms import Collate

@@ -23,7 +23,7 @@ from posthoc.outputs import Outputs
 from posthoc.predictive import Predictive
 from posthoc.recalibration import NONE, Recalibration
 from posthoc.saved import Saved
-from posthoc.stillness import version
+from posthoc.snapshots import version
 
 __all__ = ["Head", "check_options"]
 

@@ -104,7 +104,8 @@ class FMGP(Method):
     residuals: "learnt": how a regression's residuals are spread is learnt too, and intervals may be skewed (with 200
         rows or more; below, and with "gaussian", residuals are Gaussian).
     cache: whether the network is run once over the data; False runs it at every step (for random augmentation).
-    outputs_are: what the classifier's outputs are: "logits", "log-probs" or "probs"; a single one is of class 1 of two.
+    outputs_are: what the classifier's outputs are: "logits", "log-probs" or "probs". A single one is of class 1 of two;
+        the `mean` of a prediction then has two columns, [0, z] for a logit z.
     steps, batch_size, lr, seed, eval_every, patience, progress: see `posthoc.training.Training`; by default classifiers
         take 1,000 steps at a learning rate of 0.01, and regressions 7 √N steps, from 200 to 2,000.
     """

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from posthoc.backbone import read_outputs
 from posthoc.batches import Batch
 from posthoc.errors import DataError, OptionError
+from posthoc.lending import copied
 from posthoc.likelihoods import Likelihood
 from posthoc.method import Job
 from posthoc.methods.drawing import DrawingMethod
@@ -86,7 +87,11 @@ class Members(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The mean of their outputs."""
-        return alike([read_outputs(network(*args, **kwargs)) for network in self.networks]).mean(0)
+        said = []
+        for network in self.networks:
+            mine = copied(Batch(args, kwargs, None))
+            said.append(read_outputs(network(*mine.args, **mine.kwargs)))
+        return alike(said).mean(0)
 
 
 def together(model: Any) -> Members | Callable[..., Any] | None:

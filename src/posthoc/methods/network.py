@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from posthoc.backbone import all_finite, first_device, read_outputs
-from posthoc.batches import Batch, is_array, is_arrays, iterate, move, read_batch
+from posthoc.arrays import arrays, is_arrays, row_count, take
+from posthoc.backbone import all_finite, first_device, in_rows, read_outputs
+from posthoc.batches import Batch, iterate, move
 from posthoc.errors import DataError, OptionError
+from posthoc.lending import copied
 from posthoc.likelihoods import Likelihood
 from posthoc.logits import as_logits
 from posthoc.method import CHUNK, Method
@@ -80,17 +82,17 @@ class NetworkMethod(Method):
         assert self.backbone is not None
         seen = 0
         for raw in iterate(data, size):
-            batch = read_batch(raw)
-            device = self.backbone.device or first_device(batch)
-            args, kwargs = (move(part, device, self.backbone.dtype) for part in (batch.args, batch.kwargs))
-            given = [value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)]
+            batch = self.backbone.place(raw)
+            given = [value for value in [*batch.args, *batch.kwargs.values()] if isinstance(value, Tensor)]
             all_finite(given, "inputs", seen)
             seen += len(given[0]) if given and given[0].ndim else 0
-            yield Batch(args, kwargs, move(batch.target, device) if batch.target is not None else None)
+            device = self.backbone.device or first_device(batch)
+            yield batch._replace(target=move(batch.target, device) if batch.target is not None else None)
 
     def _answer(self, network: nn.Module, batch: Batch) -> Tensor:  # (N, ...)
         """What a network says of a batch: logits or regression outputs."""
-        said = read_outputs(network(*batch.args, **batch.kwargs))
+        mine = copied(batch)
+        said = in_rows(read_outputs(network(*mine.args, **mine.kwargs)), batch, self._width)
         single = self._likelihood.task == "classification" and said.shape[1:].numel() == 1
         return as_logits(said, "logits") if single else said
 
@@ -99,10 +101,10 @@ class NetworkMethod(Method):
         self, data: Any, *, covariance: bool = False, targets: bool = False
     ) -> Generator[tuple[Predictive, Outputs]]:
         self._require_fitted("predict")
-        data = opened(data)
+        data = arrays(opened(data))
         self._check_data(data if isinstance(data, Outputs) else None)
         predict = self._predictor(covariance=covariance)
-        one_batch = not targets and (isinstance(data, Mapping) or is_array(data) or is_arrays(data))
+        one_batch = not targets and is_arrays(data)
         with still(self.module):
             for batch in self._batches([data] if one_batch else data, CHUNK):
                 with turn(self.module):
@@ -171,15 +173,9 @@ class NetworkBatches:
                 raise DataError("Expected data in every pass of the loader, got none in the last one.")
 
     def _shuffled(self) -> Any:
-        data = self.data
-        if isinstance(data, Mapping):
-            rows = len(next(iter(data.values())))
-            order = torch.randperm(rows, generator=self.generator)
-            return {k: v[order.to(v.device) if isinstance(v, Tensor) else order.numpy()] for k, v in data.items()}
-        if is_arrays(data):
-            order = torch.randperm(len(data[0]), generator=self.generator)
-            return tuple(part[order.to(part.device)] for part in map(torch.as_tensor, data))
-        return data  # a loader has an order of its own
+        if not is_arrays(self.data):
+            return self.data  # a loader has an order of its own
+        return take(self.data, torch.randperm(row_count(self.data), generator=self.generator))
 
 
 @contextmanager

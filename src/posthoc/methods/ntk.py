@@ -16,6 +16,7 @@ from posthoc.backbone import read_outputs
 from posthoc.batches import Batch
 from posthoc.errors import DataError, OptionError
 from posthoc.kernels import Linear, Points, Space
+from posthoc.lending import copied
 from posthoc.logits import as_logits
 
 __all__ = ["Jacobian", "LastLayerNTK", "Pair", "draw_pairs", "gradients", "products"]
@@ -57,8 +58,8 @@ class Jacobian:
 
     def answer(self, weights: dict[str, Tensor], batch: Batch) -> Tensor:  # (N, C)
         """What the network says of a batch with these weights."""
-        said = read_outputs(functional_call(self.module, weights, batch.args, batch.kwargs))
-        said = said.reshape(len(said), -1)
+        mine = copied(batch)
+        said = read_outputs(functional_call(self.module, weights, mine.args, mine.kwargs)).reshape(count(batch), -1)
         return as_logits(said, "logits") if self.task == "classification" and said.shape[1] == 1 else said
 
     def pull(

@@ -11,8 +11,8 @@ from typing import Any, Literal, Self, SupportsFloat
 import torch
 from torch import Tensor
 
-from posthoc.backbone import Backbone, Reading, first_device
-from posthoc.batches import Batch, iterate, move, read_batch
+from posthoc.backbone import Backbone, Reading
+from posthoc.batches import Batch, iterate
 from posthoc.checks import choice
 from posthoc.errors import DataError, LayerError, OptionError
 from posthoc.likelihoods import Likelihood
@@ -40,15 +40,17 @@ class TangentBackbone(Backbone):
         return True
 
     @contextmanager
-    def running(self, *, features: bool, inputs: bool) -> Iterator[Callable[[Any], Reading]]:
-        with super().running(features=False, inputs=inputs) as run:
+    def running(
+        self, *, features: bool, inputs: bool, width: tuple[int, ...] | None = None
+    ) -> Iterator[Callable[[Any], Reading]]:
+        with super().running(features=False, inputs=inputs, width=width) as run:
 
             def run_both(raw: Any) -> Reading:
                 reading = run(raw)
                 if not features or not len(reading.outputs):
                     return reading
                 with turn(self.module):
-                    return reading._replace(features=self.describe(placed(self, raw)).detach())
+                    return reading._replace(features=self.describe(self.place(raw)).detach())
 
             yield run_both
 
@@ -123,7 +125,7 @@ class NTKMethod(Method):
         most, seed = self._draws()
         generator = torch.Generator().manual_seed(seed)
         with still(plain.module), turn(plain.module):
-            batches = (placed(plain, raw) for raw in iterate(data, 256))
+            batches = (plain.place(raw) for raw in iterate(data, 256))
             drawn = draw_pairs(self._jacobian(), batches, most, generator)
             describe = self._describer(*drawn)
         try:
@@ -145,13 +147,6 @@ class NTKMethod(Method):
                 f"{self.name} looks at the input of the last linear layer, and found no nn.Linear in this model. Give "
                 'Outputs with those features, or an nn.Module and weights="all".'
             )
-
-
-def placed(backbone: Backbone, raw: Any) -> Batch:
-    """A batch where the network is."""
-    batch = read_batch(raw)
-    device = backbone.device or first_device(batch)
-    return Batch(move(batch.args, device, backbone.dtype), move(batch.kwargs, device, backbone.dtype), None)
 
 
 def positive(name: str, value: Any) -> float:

@@ -1,0 +1,315 @@
+"""Every usual way to hand over data gives the fit that a pair of arrays gives, or says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from posthoc import FMGP, DataError
+from posthoc.batches import iterate
+from posthoc.methods import REGISTRY
+from posthoc.methods.network import NetworkBatches, NetworkMethod
+from tests.cases import QUICK, WIDTH, N, answers, in_eval, inputs, labels, mlp, numbers, same, values
+from tests.test_backbone import Encoder, tokens
+
+
+def regression() -> FMGP:
+    return FMGP(mlp(), "regression", **QUICK)
+
+
+def classification() -> FMGP:
+    return FMGP(mlp(3), "classification", **QUICK)
+
+
+# Pairs.
+
+
+def frame() -> Any:
+    return pytest.importorskip("pandas").DataFrame(inputs().numpy(), index=range(N, 0, -1), columns=["a", "b", "c"])
+
+
+def series(y: Any, **options: Any) -> Any:
+    return pytest.importorskip("pandas").Series(y, index=range(N, 0, -1), **options)
+
+
+PAIRS: dict[str, Callable[[], Any]] = {
+    "array and series": lambda: (inputs().numpy(), series(labels().numpy())),
+    "tensor and series": lambda: (inputs(), series(labels().numpy())),
+    "frame and series": lambda: (frame(), series(labels().numpy())),
+    "frame and nullable series": lambda: (frame(), series(labels().numpy(), dtype="Int64")),
+    "frame of several types": lambda: (frame().astype({"a": object}), labels()),
+    "list": lambda: (inputs(), labels().tolist()),
+    "tuple": lambda: (inputs(), tuple(labels().tolist())),
+    "numbers of NumPy": lambda: (inputs(), list(labels().numpy())),
+    "numbers of PyTorch": lambda: (inputs(), list(labels())),
+    "column": lambda: (inputs(), labels()[:, None].tolist()),
+    "rows": lambda: (inputs(), list(labels()[:, None])),
+    "lists": lambda: (inputs().tolist(), labels().tolist()),
+    "in a list": lambda: [inputs(), labels().tolist()],
+    "frame in a list": lambda: [frame(), series(labels().numpy())],
+    "mapping with lists": lambda: {"input": inputs().tolist(), "labels": labels().tolist()},
+    "mapping with tables": lambda: {"input": frame(), "labels": series(labels().numpy())},
+    "mapping and labels": lambda: ({"input": inputs()}, labels()),
+    "mapping and a list": lambda: ({"input": inputs().numpy()}, labels().tolist()),
+    "mapping and labels in a list": lambda: [{"input": inputs()}, labels()],
+}
+
+
+@pytest.mark.parametrize("form", PAIRS)
+def test_every_form_of_a_pair_gives_the_same_fit(form: str) -> None:
+    data, expected = PAIRS[form](), classification().fit((inputs(), labels()))
+    assert same(numbers(classification().fit(data)), numbers(expected))
+    if not isinstance(data, list):
+        assert torch.equal(expected.predict(data).mean, in_eval(mlp(3), inputs()))
+    with_targets = list(expected.stream_with_targets(data))
+    assert torch.equal(torch.cat([y for _, y in with_targets]), labels())
+
+
+def test_targets_of_one_column_may_be_nested_lists() -> None:
+    found = regression().fit((inputs(), values().tolist()))
+    assert same(numbers(found), numbers(regression().fit((inputs(), values()))))
+
+
+def test_rows_may_be_tensors_that_numpy_does_not_know() -> None:
+    y = values().bfloat16()
+    found = regression().fit((inputs(), list(y)))
+    assert same(numbers(found), numbers(regression().fit((inputs(), y))))
+
+
+def test_pairs_are_cut_into_batches() -> None:
+    x, y = inputs(300), labels(300)
+    found = [len(read) for _, read in iterate(({"input": x}, y.tolist()), 128)]
+    assert found == [128, 128, 44]
+    pd = pytest.importorskip("pandas")
+    assert [len(read) for read, _ in iterate((pd.DataFrame(x.numpy()), pd.Series(y.numpy())), 128)] == [128, 128, 44]
+
+
+def test_tokens_and_labels_apart_are_understood_as_in_batches() -> None:
+    batch = tokens()
+    y = batch.pop("labels")
+    expected = FMGP(Encoder(), "classification", **QUICK).fit([(batch, y)])
+    assert same(numbers(FMGP(Encoder(), "classification", **QUICK).fit((batch, y))), numbers(expected))
+    assert same(answers(expected.predict((batch, y))), answers(expected.predict(batch)))
+
+
+def test_frame_alone_is_predicted() -> None:
+    method = regression().fit((inputs(), values()))
+    assert torch.equal(method.predict(frame()).mean, in_eval(mlp(), inputs()))
+
+
+def test_methods_that_run_the_network_take_the_same_pairs() -> None:
+    method = REGISTRY["mfvi"]
+    x, y = inputs(), values()
+
+    def fitted(data: Any) -> Tensor:
+        made = method(mlp(), "regression", steps=3, samples=2)  # type: ignore[call-arg]
+        return made.fit(data).predict(x).mean
+
+    expected = fitted((x, y))
+    for data in (({"input": x}, y), (frame(), y.tolist()), (x.double().numpy(), y.numpy())):
+        assert torch.equal(fitted(data), expected)
+    made = method(mlp(), "regression", steps=3, samples=2).fit((x, y))  # type: ignore[call-arg]
+    assert torch.equal(made.predict(frame()).mean, made.predict(x).mean)
+
+
+def test_methods_that_train_see_pairs_in_a_new_order() -> None:
+    method = REGISTRY["mfvi"](mlp(), "regression")
+    assert isinstance(method, NetworkMethod)
+    y = torch.arange(float(N))
+    for data in (({"input": inputs()}, y), {"input": inputs().numpy(), "y": y.numpy()}):
+        found = NetworkBatches(method, data, N, seed=0).block(0, 1).target
+        assert not torch.equal(found, y)
+        assert torch.equal(found.sort().values, y)
+
+
+@pytest.mark.parametrize("other", [None, ["cat", "dog"], object(), {"labels": [1]}])
+def test_pair_with_something_else_is_refused(other: Any) -> None:
+    name = type(other).__name__
+    with pytest.raises(DataError, match=rf"pair \(x, y\) of arrays, tables or lists.*got a {name} beside an array"):
+        regression().fit((inputs(), other))
+
+
+def test_rows_of_several_lengths_are_refused() -> None:
+    with pytest.raises(DataError, match=r"rows of one length, got some of others.*pad them"):
+        regression().fit((inputs(2), [[0.1], [0.2, 0.3]]))
+
+
+def test_options_in_a_mapping_are_no_rows() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x: Tensor, scale: tuple[float, float], names: list[str]) -> Tensor:
+            out: Tensor = self.body(x * scale[0] / scale[1])
+            return out
+
+    data = {"x": inputs(), "scale": (2.0, 1.0), "names": ["a", "b"], "y": values()}
+    pred = FMGP(Scaled(), "regression", **QUICK).fit(data).predict(data)
+    assert torch.equal(pred.mean, in_eval(mlp(), 2.0 * inputs()))
+
+
+def test_tuple_of_batches_is_no_pair() -> None:
+    x, y = inputs(), values()
+    expected = numbers(regression().fit([(x, y)]))
+    halves = ((x[:15], y[:15]), (x[15:], y[15:]))
+    assert len(list(iterate(halves, 256))) == 2
+    assert len(list(iterate(([x[:15], y[:15]], [x[15:], y[15:]]), 256))) == 2
+    assert len(list(iterate(({"input": x[:15], "y": y[:15]}, {"input": x[15:], "y": y[15:]}), 256))) == 2
+    found = numbers(regression().fit(halves))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4)
+
+
+# Datasets that can be iterated.
+
+
+class Rows(Dataset[Any]):
+    """A dataset of PyTorch's that can be iterated too."""
+
+    def __init__(self, *columns: Any) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, row: int) -> Any:
+        found = tuple(column[row] for column in self.columns)
+        return found if len(found) > 1 else found[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[row] for row in range(len(self)))
+
+
+class Mappings(Rows):
+    def __getitem__(self, row: int) -> Any:
+        return {"input": self.columns[0][row].tolist(), "label": int(self.columns[1][row])}
+
+
+class Listed(Sequence[Any]):
+    """No dataset of anybody's, but it has rows by number."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, row: Any) -> Any:
+        if row >= N:
+            raise IndexError
+        return inputs()[row], int(labels()[row])
+
+
+class Streamed(IterableDataset[Any]):
+    """Items that come one after the other."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+def hugging_face(**columns: Any) -> Any:
+    return pytest.importorskip("datasets").Dataset.from_dict(columns)
+
+
+DATASETS: dict[str, Callable[[], Any]] = {
+    "rows": lambda: Rows(inputs(), labels()),
+    "rows of NumPy, in float64": lambda: Rows(inputs().double().numpy(), labels().numpy()),
+    "rows of lists": lambda: Rows(inputs().tolist(), labels().tolist()),
+    "mappings": lambda: Mappings(inputs(), labels()),
+    "sequence": lambda: Listed(),
+    "stream of rows": lambda: Streamed(list(zip(inputs(), labels(), strict=True))),
+    "stream of rows and columns": lambda: Streamed(list(zip(inputs(), labels()[:, None], strict=True))),
+    "stream of batches": lambda: Streamed([(inputs(), labels())]),
+    "Hugging Face": lambda: hugging_face(input=inputs().tolist(), label=labels().tolist()),
+    "Hugging Face, as tensors": lambda: hugging_face(input=inputs().tolist(), label=labels().tolist()).with_format(
+        "torch"
+    ),
+    "Hugging Face, streamed": lambda: hugging_face(
+        input=inputs().tolist(), label=labels().tolist()
+    ).to_iterable_dataset(),
+    "a column of Hugging Face": lambda: (inputs(), hugging_face(label=labels().tolist())["label"]),
+}
+
+
+@pytest.mark.parametrize("form", DATASETS)
+def test_every_dataset_is_read_in_batches(form: str) -> None:
+    expected = classification().fit((inputs(), labels()))
+    assert same(numbers(classification().fit(DATASETS[form]())), numbers(expected))
+    assert torch.equal(expected.predict(DATASETS[form]()).mean, in_eval(mlp(3), inputs()))
+
+
+@pytest.mark.parametrize("form", ["rows", "Hugging Face", "Hugging Face, streamed"])
+def test_datasets_without_targets_are_read_in_batches_too(form: str) -> None:
+    method = regression().fit((inputs(), values()))
+    data: Any = Rows(inputs()) if form == "rows" else hugging_face(input=inputs().tolist())
+    data = data.to_iterable_dataset() if form == "Hugging Face, streamed" else data
+    assert torch.equal(method.predict(data).mean, in_eval(mlp(), inputs()))
+
+
+def test_streamed_rows_are_cut_into_batches_and_none_is_lost() -> None:
+    once = Streamed(iter(list(zip(inputs(), labels(), strict=True))))
+    found = list(iterate(once, 8))
+    assert [len(y) for _, y in found] == [8, 8, 8, 6]
+    assert torch.equal(torch.cat([x for x, _ in found]), inputs())
+
+
+def test_targets_of_several_columns_tell_rows_from_batches_too() -> None:
+    x, y = inputs(), values(N, 2)
+    expected = numbers(FMGP(mlp(2), "regression", **QUICK).fit((x, y)))
+    rows = Streamed(list(zip(x, y, strict=True)))
+    assert same(numbers(FMGP(mlp(2), "regression", **QUICK).fit(rows)), expected)
+
+
+@pytest.mark.parametrize("items", [list(zip(inputs(), values(N, WIDTH), strict=True)), list(inputs())])
+def test_stream_that_could_be_rows_or_batches_is_refused(items: Any) -> None:
+    with pytest.raises(DataError, match=r"could be either: put it into a DataLoader \(batches: with batch_size=None\)"):
+        list(iterate(Streamed(items), 8))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda: list(zip(inputs(), labels(), strict=True)),
+        lambda: list(zip(inputs(), values(), strict=True)),
+        lambda: iter(list(zip(inputs(), labels(), strict=True))),
+        lambda: [{"input": x, "labels": int(y)} for x, y in zip(inputs(), labels(), strict=True)],
+        lambda: DataLoader(Rows(inputs(), labels()), batch_size=None),
+    ],
+)
+def test_rows_that_nobody_batched_are_refused_before_the_network_sees_them(rows: Callable[[], Any]) -> None:
+    def never(**_: Any) -> Tensor:
+        raise AssertionError("the network was run")
+
+    with pytest.raises(DataError, match=r"Expected batches, got single rows.*put the data into a DataLoader"):
+        FMGP(never, "classification", **QUICK).fit(rows())
+
+
+def test_batches_of_one_row_may_have_targets_that_are_single_numbers() -> None:
+    method = regression().fit((inputs(), values()))
+    assert len(method.predict([(inputs(1), 0.5)])) == 1
+
+
+@pytest.mark.parametrize("ragged", [[[1], [2, 3]], [torch.ones(1), torch.ones(2)], [None, None]])
+def test_rows_that_cannot_be_stacked_are_refused(ragged: Any) -> None:
+    with pytest.raises(DataError, match=r"rows of numbers that can be stacked.*DataLoader with a collate_fn"):
+        list(iterate(Rows(ragged, [0, 1]), 8))
+
+
+def test_words_beside_the_numbers_reach_the_model_as_they_are() -> None:
+    data = hugging_face(text=["a", "b"], input=[[0.1], [0.2]], label=[0, 1])
+    (batch,) = iterate(data, 8)
+    assert batch["text"] == ["a", "b"]
+    assert batch["input"].shape == (2, 1)
+    assert batch["label"].tolist() == [0, 1]
+
+
+def test_numbers_as_rows_are_columns() -> None:
+    (batch,) = iterate(Rows([0.1, 0.2], [1.0, 2.0]), 8)
+    assert [np.asarray(part).tolist() for part in batch] == [[0.1, 0.2], [1.0, 2.0]]

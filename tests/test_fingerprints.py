@@ -1,0 +1,242 @@
+"""A head knows the network it was fitted on: another is refused, the same one in another state is not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from posthoc import FMGP, FileError
+from posthoc.fingerprints import fingerprint
+from tests.cases import HIDDEN, QUICK, WIDTH, Noisy, inputs, mlp, recorded, values
+from tests.test_stillness import Cache, adapted
+
+
+class Constants(nn.Module):
+    """Standardises its inputs by numbers that are not saved with it."""
+
+    mu: Tensor
+
+    def __init__(self, mu: float) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.register_buffer("mu", torch.full((WIDTH,), mu), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x - self.mu)
+        return out
+
+
+def with_activation(activation: nn.Module) -> nn.Module:
+    model = mlp()
+    model[1] = activation
+    return model
+
+
+def convolution(stride: int, padding: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        conv = nn.Conv1d(1, 2, 3, stride=stride, padding=padding)
+        return nn.Sequential(nn.Unflatten(1, (1, WIDTH)), conv, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(2, 1))
+
+
+def attention(heads: int) -> nn.Module:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                self.first = nn.Linear(WIDTH, 4)
+                self.attend = nn.MultiheadAttention(4, heads)
+                self.last = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)[None]
+            out: Tensor = self.last(self.attend(h, h, h)[0][0])
+            return out
+
+    return Attending()
+
+
+def saved(model: nn.Module, folder: Path, data: Any = None) -> Path:
+    path = folder / "head.safetensors"
+    FMGP(model, "regression", **QUICK).fit((inputs(), values()) if data is None else data).save(path)
+    return path
+
+
+PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "another activation": (lambda: with_activation(nn.GELU()), lambda: with_activation(nn.ReLU())),
+    "another slope": (lambda: with_activation(nn.LeakyReLU(0.1)), lambda: with_activation(nn.LeakyReLU(0.2))),
+    "another form": (lambda: with_activation(nn.GELU()), lambda: with_activation(nn.GELU("tanh"))),
+    "another stride": (lambda: convolution(1, 1), lambda: convolution(2, 1)),
+    "another padding": (lambda: convolution(1, 1), lambda: convolution(1, 2)),
+    "other heads": (lambda: attention(1), lambda: attention(2)),
+    "one more layer": (lambda: nn.Sequential(mlp()), lambda: nn.Sequential(mlp(), nn.Softplus())),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_network_of_equal_weights_and_other_layers_is_refused(pair: str, tmp_path: Path) -> None:
+    make, other = PAIRS[pair]
+    path = saved(make(), tmp_path)
+    FMGP.load(path, model=make())
+    with pytest.raises(FileError, match=r"Expected the network.*found another.*its layers .* differ\. Load the right"):
+        FMGP.load(path, model=other())
+
+
+def test_network_of_other_constants_is_refused(tmp_path: Path) -> None:
+    path = saved(Constants(0.0), tmp_path)
+    FMGP.load(path, model=Constants(0.0))
+    with pytest.raises(FileError, match=r"Expected the network.*found another.*its values of mu differ"):
+        FMGP.load(path, model=Constants(5.0))
+
+
+def test_heads_of_outputs_do_not_look_at_constants(tmp_path: Path) -> None:
+    # Nobody has seen whether the network writes to them.
+    path = saved(Constants(0.0), tmp_path, recorded(mlp(), inputs(), values()))
+    FMGP.load(path, model=Constants(5.0))
+
+
+# The same network.
+
+
+def in_training() -> nn.Module:
+    return Noisy().train()
+
+
+def in_eval() -> nn.Module:
+    return Noisy().eval()
+
+
+def without_dropout() -> nn.Module:
+    model = Noisy()
+    model.body[3] = nn.Dropout(0.0)
+    return model
+
+
+def working_in_place() -> nn.Module:
+    model = Noisy()
+    model.body[2] = nn.ReLU(inplace=True)
+    return model
+
+
+def used_before() -> nn.Module:
+    model = Noisy().eval()
+    model(inputs())
+    model.requires_grad_(False)
+    model.register_forward_hook(lambda part, args, out: None)
+    return model
+
+
+def noisy_of_another_place() -> nn.Module:
+    class Noisy(type(in_eval())):  # type: ignore[misc]
+        pass
+
+    return Noisy()
+
+
+@pytest.mark.parametrize(
+    "make", [in_training, in_eval, without_dropout, working_in_place, used_before, noisy_of_another_place]
+)
+def test_the_same_network_in_another_state_is_taken(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    FMGP.load(saved(Noisy(), tmp_path), model=make())
+
+
+@pytest.mark.parametrize("fitted_in_training", [True, False])
+def test_adapters_may_be_merged_or_not(fitted_in_training: bool, tmp_path: Path) -> None:
+    path = saved(adapted().train(fitted_in_training), tmp_path)
+    FMGP.load(path, model=adapted().train(not fitted_in_training))
+
+
+@pytest.mark.parametrize("fitted_after_use", [True, False])
+@pytest.mark.parametrize("length", [0, 2])
+def test_caches_that_come_and_grow_are_no_sign_of_another_network(
+    length: int, fitted_after_use: bool, tmp_path: Path
+) -> None:
+    fresh, used = (nn.Sequential(Cache(length), mlp()) for _ in range(2))
+    used(inputs())
+    assert fresh[0].made != used[0].made
+    first, second = (used, fresh) if fitted_after_use else (fresh, used)
+    FMGP.load(saved(first, tmp_path), model=second)
+
+
+def test_counters_that_are_not_saved_are_no_sign_of_another_network(tmp_path: Path) -> None:
+    class Counting(nn.Module):
+        loss: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+            self.register_buffer("loss", torch.zeros(()), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.loss = x.square().mean()
+            out: Tensor = self.body(x)
+            return out
+
+    used = Counting()
+    used(inputs())
+    FMGP.load(saved(used, tmp_path), model=Counting())
+    FMGP.load(saved(Counting(), tmp_path), model=used)
+
+
+def scripted(model: nn.Module) -> nn.Module:
+    found: nn.Module = torch.jit.script(model)
+    return found
+
+
+def traced(model: nn.Module) -> nn.Module:
+    found: nn.Module = torch.jit.trace(model, inputs(2))  # type: ignore[assignment]
+    return found
+
+
+def symbolic(model: nn.Module) -> nn.Module:
+    return torch.fx.symbolic_trace(model)
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("program", [scripted, traced, symbolic, compiled_in_place])
+def test_a_program_made_of_the_network_is_the_network(
+    program: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    FMGP.load(saved(mlp(), tmp_path), model=program(mlp()))
+    path = saved(program(mlp()), tmp_path)
+    FMGP.load(path, model=mlp())
+    with pytest.raises(FileError, match="its weights or buffers differ"):
+        FMGP.load(path, model=mlp(seed=1))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wrapped_and_quantised_networks_are_known_too() -> None:
+    wrappers: list[Any] = [
+        lambda model: torch.compile(model, backend="eager"),
+        nn.DataParallel,
+        lambda model: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8),
+    ]
+    for wrap in wrappers:
+        assert fingerprint(wrap(mlp())) == fingerprint(wrap(mlp()))
+        assert fingerprint(wrap(mlp())) != fingerprint(wrap(with_activation(nn.ReLU())))
+
+
+def test_fingerprint_leaves_the_network_alone() -> None:
+    model = adapted().train()
+    before = copy.deepcopy(model.state_dict())
+    assert fingerprint(model) == fingerprint(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(part.training for part in model.modules())
+
+
+def test_hidden_layers_count_by_their_place() -> None:
+    first = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Tanh())
+    second = nn.Sequential(first[0], first[2], first[1])
+    assert fingerprint(first) != fingerprint(second)
