@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from posthoc.fmgp.building import Layout, build
 from posthoc.fmgp.head import Head
@@ -117,7 +115,7 @@ class Maker:
         typical = job.train.only().spread(TYPICAL).to(self.device)  # it looks at outputs alone
         likelihood = copy.deepcopy(self.likelihood).to(self.device)
         assert isinstance(likelihood, Categorical)
-        nn.init.constant_(likelihood.log_temperature, -math.log(best_inverse(typical)))
+        likelihood.unit = torch.full_like(likelihood.unit, 1.0 / best_inverse(typical))
         kernel = Constant(variance=NOTHING).to(self.device)
         coordinates = Coordinates.of(typical, kernel, standardize=self.standardize)
         inducing = Inducing(coordinates.points(typical[:1]), torch.zeros(1, dtype=torch.long))

@@ -99,8 +99,8 @@ class FMGP(Method):
     kl: with one v(x), "copies" counts the KL of every output's copy, "once" of one (a tempered posterior, the default
         unless variance="shared" was asked for).
     novelty: how steeply a classifier's variance grows beyond the features of the fit, in units of its typical size. By
-        default 1 where rows held out show that it does them no harm (the scale of all logits then follows the distance
-        too, as steeply as does them none), and else 0.
+        default 1 where rows held out show that it does them no harm, and else 0; and the scale of all logits follows
+        the features' distance from the data, as steeply as the network's errors do.
     residuals: "learnt": how a regression's residuals are spread is learnt too, and intervals may be skewed (with 200
         rows or more; below, and with "gaussian", residuals are Gaussian).
     cache: whether the network is run once over the data; False runs it at every step (for random augmentation).

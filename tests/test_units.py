@@ -1,0 +1,159 @@
+"""Logits in units of their own: of the temperature that suits them, and of how far features are from the data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+
+from posthoc import FMGP, Categorical, Outputs, load
+from posthoc.fmgp.novelty import SLOPES, Novelty, best_slope
+from posthoc.fmgp.plans import Plan
+from posthoc.fmgp.scoring import log_probs
+from posthoc.method import Job
+from posthoc.sharpness import best_inverse, suitable_temperature
+
+G = torch.Generator
+QUICK: dict[str, Any] = {"steps": 40, "num_inducing": 8, "batch_size": 50, "progress": False}
+
+
+def classified(n: int = 300, *, temperature: float = 2.0, seed: int = 0) -> Outputs:
+    """Logits that are too sure, in float64."""
+    g = G().manual_seed(seed)
+    x = torch.randn(n, 5, generator=g, dtype=torch.float64)
+    logits = 3.0 * x @ torch.randn(5, 4, generator=G().manual_seed(9), dtype=torch.float64)
+    y = torch.multinomial((logits / temperature).softmax(-1), 1, generator=g).squeeze(1)
+    return Outputs(logits, y, x)
+
+
+def times(rows: Outputs, factor: float) -> Outputs:
+    return rows.with_outputs(factor * rows.outputs)
+
+
+@pytest.mark.parametrize("variance", ["auto", "shared", "separable", "per_output"])
+@pytest.mark.parametrize("factor", [1e-3, 1e4])
+def test_a_fit_does_not_depend_on_the_size_of_logits(variance: Any, factor: float) -> None:
+    train, new = classified(), classified(50, seed=1)
+    plain = FMGP(None, "classification", variance=variance, **QUICK).fit(train).predict(new)
+    again = FMGP(None, "classification", variance=variance, **QUICK).fit(times(train, factor))
+    large = again.predict(times(new, factor))
+    torch.testing.assert_close(large.probs, plain.probs, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(large.variance, factor**2 * plain.variance, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(large.temperature, factor * plain.temperature, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(large.covariance, factor**2 * plain.covariance, rtol=1e-6, atol=1e-9 * factor**2)
+    assert torch.equal(large.mean, factor * new.outputs)
+
+
+@pytest.mark.parametrize("form", ["logit_scaling", "monte_carlo"])
+def test_every_form_of_prediction_is_in_these_units(form: Any) -> None:
+    train, new = classified(), classified(50, seed=1)
+    made = (FMGP(None, Categorical(prediction=form), variance="separable", **QUICK) for _ in range(2))
+    sizes = zip(made, (1.0, 64.0), strict=True)
+    probs = [bayes.fit(times(train, f)).predict(times(new, f)).probs for bayes, f in sizes]
+    torch.testing.assert_close(probs[1], probs[0], rtol=1e-6, atol=1e-9)
+
+
+def test_the_unit_is_the_best_temperature_of_the_rows_and_a_wrong_one() -> None:
+    rows = classified(2000, temperature=3.0)
+    gaps = rows.outputs.topk(2, -1)
+    usual = (gaps.values[:, 0] - gaps.values[:, 1]).median(0).indices
+    z = torch.cat([rows.outputs, rows.outputs[usual, None]])
+    y = torch.cat([rows.targets, gaps.indices[usual, 1:]])
+
+    def loss(log_temperature: float) -> float:
+        return float(torch.nn.functional.cross_entropy(z / math.exp(log_temperature), y))
+
+    best = minimize_scalar(loss, bounds=(-3.0, 3.0), method="bounded", options={"xatol": 1e-10}).x
+    assert suitable_temperature(rows) == pytest.approx(math.exp(best), rel=1e-5)
+    assert suitable_temperature(rows) == pytest.approx(3.0, rel=0.1)
+
+
+def test_the_networks_own_temperature_stays_unless_another_is_clearly_better() -> None:
+    assert suitable_temperature(classified(2000, temperature=1.0)) == 1.0
+    assert suitable_temperature(classified(3, temperature=2.0)) == 1.0
+
+
+def test_few_rows_that_are_all_right_are_no_reason_to_be_certain() -> None:
+    rows = classified(40)
+    right = rows.with_targets(rows.outputs.argmax(-1))
+    assert 1.0 / best_inverse(right) < 1e-3  # what suits them best
+    p = (right.outputs / suitable_temperature(right)).softmax(-1).amax(-1)
+    assert 0.9 < float(p.median()) < 0.999
+
+
+def test_a_temperature_that_is_not_learnt_is_that_of_logits_as_they_come(tmp_path) -> None:
+    train = classified()
+    fixed = FMGP(None, Categorical(temperature=1.5), variance="separable", **QUICK).fit(train)
+    assert float(fixed.likelihood.unit) == 1.0
+    assert fixed.likelihood.temperature.item() == pytest.approx(1.5)
+    learnt = FMGP(None, "classification", variance="separable", **QUICK).fit(train)
+    assert float(learnt.likelihood.unit) == pytest.approx(suitable_temperature(train))
+    learnt.save(tmp_path / "head")
+    again = load(tmp_path / "head")
+    assert isinstance(again, FMGP)
+    assert again.likelihood.temperature.item() == learnt.likelihood.temperature.item()
+    assert torch.equal(again.predict(train).probs, learnt.predict(train).probs)
+
+
+# The features' distance.
+
+
+def unusual(n: int, power: float, seed: int = 0) -> Outputs:
+    """Logits whose temperature follows a power of how far the direction of features is from what is usual."""
+    rows = classified(n, seed=seed)
+    g = G().manual_seed(seed + 100)
+    spread = torch.randn(n, 6, generator=g, dtype=torch.float64)
+    features = 4.0 + 0.5 * spread * torch.rand(n, 1, generator=g, dtype=torch.float64).exp()
+    novelty = Novelty.of(features, power)
+    assert novelty is not None
+    scale = novelty.stretch(novelty.distance(features))
+    y = torch.multinomial((rows.outputs / (2.0 * scale)).softmax(-1), 1, generator=g).squeeze(1)
+    return Outputs(rows.outputs, y, features)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.2, 0.35])
+def test_the_slope_is_that_of_the_networks_errors(power: float) -> None:
+    found = best_slope(unusual(20_000, power))
+    assert found in SLOPES
+    assert found == pytest.approx(power, abs=0.051)
+
+
+def test_there_is_no_slope_where_it_earns_nothing_or_nothing_is_known() -> None:
+    rows = unusual(20_000, 0.3)
+    assert best_slope(Outputs(rows.outputs, rows.targets)) == 0.0
+    assert best_slope(rows[:90]) == 0.0
+    shuffled = rows.features[torch.randperm(len(rows), generator=G().manual_seed(1))]
+    assert best_slope(Outputs(rows.outputs, rows.targets, shuffled)) <= 0.05
+
+
+def test_a_head_with_a_slope_is_that_of_logits_divided_beforehand(monkeypatch) -> None:
+    monkeypatch.setattr("posthoc.likelihoods.suitable_temperature", lambda rows: 2.0)  # else of other logits for each
+    train, new = unusual(400, 0.3), unusual(150, 0.3, seed=3)
+    novelty = Novelty.of(train.features, 0.3)
+    assert novelty is not None
+
+    def divided(rows: Outputs) -> Outputs:
+        return rows.with_outputs(rows.outputs / novelty.stretch(novelty.distance(rows.features)))
+
+    def trained(rows: Outputs, slope: float) -> Any:
+        job = Job(rows, None, len(rows), rows, None)
+        method = FMGP(None, "classification", **QUICK)
+        return method._maker(job).train(job, Plan("separable", prior=1.0, slope=slope), method.training)[0]
+
+    with_slope = log_probs(trained(train, 0.3), new)
+    torch.testing.assert_close(with_slope, log_probs(trained(divided(train), 0.0), divided(new)), rtol=1e-8, atol=1e-8)
+    assert float((with_slope - log_probs(trained(train, 0.0), new)).abs().max()) > 0.1
+
+
+# Parts of the data.
+
+
+def test_a_part_stands_for_its_share_of_the_points() -> None:
+    rows = classified(300)
+    job = Job(rows, None, 90_000, rows, None)
+    assert job.part(rows[:100]).num_data == 30_000
+    assert replace(job, num_data=1).part(rows[:100]).num_data == 1
