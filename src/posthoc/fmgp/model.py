@@ -243,7 +243,7 @@ class FMGP(Method):
         augmented = isinstance(job.data, Augmented)
         found = [AUGMENTED] if augmented else candidates(rows, num_outputs)
         few = rows < FEWEST
-        slope = best_slope(job.train) if self.novelty is None and not (augmented or few) else 0.0
+        slope = Ranks().agree(best_slope(job.train)) if self.novelty is None and not (augmented or few) else 0.0
         plans = [plan._replace(kl=self.kl or plan.kl, slope=slope) for plan in found]
         if few:
             return Decision(plans[-1])

@@ -5,7 +5,7 @@ their length, and the Mahalanobis distance d of what is left tells new kinds of 
 all known points, where there are no errors to learn from, the variance grows steeply (`far`), in proportion to the
 square of how far the top output is from the others, as the variance of a linear model is to the squared length of its
 features: however sure the network is, d sets a ceiling on how sure it may be. Among known points the whole scale of the
-logits follows a power of d, as far as the network's errors do (`slope`): usual ones are trusted more, unusual ones less.
+logits follows a power of d, as far as the network's errors do (`slope`): the usual are trusted more, the unusual less.
 """
 
 from __future__ import annotations
