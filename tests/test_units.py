@@ -36,7 +36,7 @@ def times(rows: Outputs, factor: float) -> Outputs:
 
 @pytest.mark.parametrize("variance", ["auto", "shared", "separable", "per_output"])
 @pytest.mark.parametrize("factor", [1e-3, 1e4])
-def test_a_fit_does_not_depend_on_the_size_of_logits(variance: Any, factor: float) -> None:
+def test_a_fit_does_not_depend_on_the_size_of_logits(variance, factor):
     train, new = classified(), classified(50, seed=1)
     plain = FMGP(None, "classification", variance=variance, **QUICK).fit(train).predict(new)
     again = FMGP(None, "classification", variance=variance, **QUICK).fit(times(train, factor))
@@ -49,7 +49,7 @@ def test_a_fit_does_not_depend_on_the_size_of_logits(variance: Any, factor: floa
 
 
 @pytest.mark.parametrize("form", ["logit_scaling", "monte_carlo"])
-def test_every_form_of_prediction_is_in_these_units(form: Any) -> None:
+def test_every_form_of_prediction_is_in_these_units(form):
     train, new = classified(), classified(50, seed=1)
     made = (FMGP(None, Categorical(prediction=form), variance="separable", **QUICK) for _ in range(2))
     sizes = zip(made, (1.0, 64.0), strict=True)
@@ -57,7 +57,7 @@ def test_every_form_of_prediction_is_in_these_units(form: Any) -> None:
     torch.testing.assert_close(probs[1], probs[0], rtol=1e-6, atol=1e-9)
 
 
-def test_the_unit_is_the_best_temperature_of_the_rows_and_a_wrong_one() -> None:
+def test_the_unit_is_the_best_temperature_of_the_rows_and_a_wrong_one():
     rows = classified(2000, temperature=3.0)
     gaps = rows.outputs.topk(2, -1)
     usual = (gaps.values[:, 0] - gaps.values[:, 1]).median(0).indices
@@ -72,12 +72,12 @@ def test_the_unit_is_the_best_temperature_of_the_rows_and_a_wrong_one() -> None:
     assert suitable_temperature(rows) == pytest.approx(3.0, rel=0.1)
 
 
-def test_the_networks_own_temperature_stays_unless_another_is_clearly_better() -> None:
+def test_the_networks_own_temperature_stays_unless_another_is_clearly_better():
     assert suitable_temperature(classified(2000, temperature=1.0)) == 1.0
     assert suitable_temperature(classified(3, temperature=2.0)) == 1.0
 
 
-def test_few_rows_that_are_all_right_are_no_reason_to_be_certain() -> None:
+def test_few_rows_that_are_all_right_are_no_reason_to_be_certain():
     rows = classified(40)
     right = rows.with_targets(rows.outputs.argmax(-1))
     assert 1.0 / best_inverse(right) < 1e-3  # what suits them best
@@ -85,7 +85,7 @@ def test_few_rows_that_are_all_right_are_no_reason_to_be_certain() -> None:
     assert 0.9 < float(p.median()) < 0.999
 
 
-def test_a_temperature_that_is_not_learnt_is_that_of_logits_as_they_come(tmp_path) -> None:
+def test_a_temperature_that_is_not_learnt_is_that_of_logits_as_they_come(tmp_path):
     train = classified()
     fixed = FMGP(None, Categorical(temperature=1.5), variance="separable", **QUICK).fit(train)
     assert float(fixed.likelihood.unit) == 1.0
@@ -116,13 +116,13 @@ def unusual(n: int, power: float, seed: int = 0) -> Outputs:
 
 
 @pytest.mark.parametrize("power", [0.0, 0.2, 0.35])
-def test_the_slope_is_that_of_the_networks_errors(power: float) -> None:
+def test_the_slope_is_that_of_the_networks_errors(power):
     found = best_slope(unusual(20_000, power))
     assert found in SLOPES
     assert found == pytest.approx(power, abs=0.051)
 
 
-def test_there_is_no_slope_where_it_earns_nothing_or_nothing_is_known() -> None:
+def test_there_is_no_slope_where_it_earns_nothing_or_nothing_is_known():
     rows = unusual(20_000, 0.3)
     assert best_slope(Outputs(rows.outputs, rows.targets)) == 0.0
     assert best_slope(rows[:90]) == 0.0
@@ -130,7 +130,7 @@ def test_there_is_no_slope_where_it_earns_nothing_or_nothing_is_known() -> None:
     assert best_slope(Outputs(rows.outputs, rows.targets, shuffled)) <= 0.05
 
 
-def test_a_head_with_a_slope_is_that_of_logits_divided_beforehand(monkeypatch) -> None:
+def test_a_head_with_a_slope_is_that_of_logits_divided_beforehand(monkeypatch):
     monkeypatch.setattr("posthoc.likelihoods.suitable_temperature", lambda rows: 2.0)  # else of other logits for each
     train, new = unusual(400, 0.3), unusual(150, 0.3, seed=3)
     novelty = Novelty.of(train.features, 0.3)
@@ -152,7 +152,7 @@ def test_a_head_with_a_slope_is_that_of_logits_divided_beforehand(monkeypatch) -
 # Parts of the data.
 
 
-def test_a_part_stands_for_its_share_of_the_points() -> None:
+def test_a_part_stands_for_its_share_of_the_points():
     rows = classified(300)
     job = Job(rows, None, 90_000, rows, None)
     assert job.part(rows[:100]).num_data == 30_000
