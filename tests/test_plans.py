@@ -272,5 +272,5 @@ def test_what_was_asked_for_is_not_chosen():
 
 def test_few_rows_are_not_asked():
     found = FMGP(None, "classification", **QUICK).fit(data(FEWEST - 1))
-    assert found.head.process.separable
+    assert found.head.process.coupling is None  # one variance for all classes
     assert found.head.recalibration == NONE

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.optimize import minimize_scalar
 
-from posthoc import FMGP, Categorical, Outputs, load
+from posthoc import FMGP, Categorical, Outputs, Temperature, load
 from posthoc.fmgp.novelty import SLOPES, Novelty, best_slope
 from posthoc.fmgp.plans import Plan
 from posthoc.fmgp.scoring import log_probs
@@ -97,6 +97,15 @@ def test_a_temperature_that_is_not_learnt_is_that_of_logits_as_they_come(tmp_pat
     assert isinstance(again, FMGP)
     assert again.likelihood.temperature.item() == learnt.likelihood.temperature.item()
     assert torch.equal(again.predict(train).probs, learnt.predict(train).probs)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_few_rows_do_not_end_worse_than_temperature_scaling(seed):
+    rows, new = classified(120, seed=seed), classified(4000, seed=10)
+    bayes, scaled = (kind(None, "classification").fit(rows) for kind in (FMGP, Temperature))
+    losses = [-method.predict(new).log_prob(new.targets).mean() for method in (bayes, scaled)]
+    assert float(losses[0]) < 1.03 * float(losses[1])
+    assert bool((bayes.predict(new).variance > 0).all())
 
 
 # The features' distance.

@@ -25,8 +25,8 @@ from posthoc.fmgp.making import TYPICAL, Maker
 from posthoc.fmgp.novelty import best_slope
 from posthoc.fmgp.objective import TrainingBatch
 from posthoc.fmgp.plans import (
-    AUGMENTED,
     CALM,
+    CAUTIOUS,
     FEWEST,
     PRIORS,
     WARY,
@@ -88,7 +88,8 @@ class FMGP(Method):
     kernel: over the inputs, the features or both (default: `RBF()`); one of `posthoc.kernels` or of GPyTorch.
     variance: the covariance among outputs at a point. "shared": v(x) I; "separable": v(x) B, with B learnt;
         "per_output": B too, and inducing points that belong to outputs (the paper's). "auto": for classes, the form
-        that does best on rows held out, or temperature scaling where none is better; "per_output" for regression.
+        that does best on rows held out, or temperature scaling where none is better ("shared" below 200 rows);
+        "per_output" for regression.
     inducing: "kmeans", "random", "per_class", or your own points: (M, D), or one such array a block.
     inducing_classes: the output of each inducing point, where the points are your own and `variance="per_output"`.
     num_inducing: M.
@@ -240,13 +241,12 @@ class FMGP(Method):
         if not isinstance(likelihood, Categorical) or likelihood.fixed_temperature is not None or likelihood.draws:
             few = num_outputs <= FEW_OUTPUTS
             return Decision(Plan("per_output") if few else Plan("shared", self.kl or "copies"))
+        if rows < FEWEST:
+            return Decision(CAUTIOUS._replace(kl=self.kl or CAUTIOUS.kl))
         augmented = isinstance(job.data, Augmented)
-        found = [AUGMENTED] if augmented else candidates(rows, num_outputs)
-        few = rows < FEWEST
-        slope = Ranks().agree(best_slope(job.train)) if self.novelty is None and not (augmented or few) else 0.0
+        found = [CAUTIOUS] if augmented else candidates(rows, num_outputs)
+        slope = Ranks().agree(best_slope(job.train)) if self.novelty is None and not augmented else 0.0
         plans = [plan._replace(kl=self.kl or plan.kl, slope=slope) for plan in found]
-        if few:
-            return Decision(plans[-1])
         decision = choose(job, plans, self._attempt, self._maker(job).beside_others(job, self.training))
         # What changed views say of confidence and of new kinds of points holds for them, not for plain images.
         return Decision(decision.plan) if augmented else decision

@@ -21,8 +21,8 @@ from posthoc.recalibration import NONE, Recalibration
 from posthoc.training import Training, side_by_side
 
 __all__ = [
-    "AUGMENTED",
     "CALM",
+    "CAUTIOUS",
     "FEWEST",
     "PRIORS",
     "SCALED",
@@ -76,9 +76,9 @@ class Plan(NamedTuple):
 
 SCALED = Plan("none")
 """Temperature scaling. It has a slope only where it is wary."""
-AUGMENTED = Plan("shared", "copies")
-"""For changed views of known images, which are not quite what is to come: the more freely a variance can vary, the more
-it learns of what tells them from plain ones."""
+CAUTIOUS = Plan("shared", "copies")
+"""For few rows, from which no more can be learnt; and for changed views of known images, which are not quite what is to
+come: the more freely a variance can vary, the more it learns of what tells them from plain ones."""
 
 
 class Decision(NamedTuple):
