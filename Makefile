@@ -2,10 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types clean
+NAME ?= list
+
+.PHONY: demo test reproduce lint types clean
 
 demo: .venv/.plots
 	$(BIN)/posthoc demo
+
+# One experiment of the paper: `make reproduce NAME=cifar10`.
+reproduce: .venv/.plots .venv/.data
+	$(BIN)/python -m reproduction $(NAME)
 
 test: lint types .venv/.laplace-torch
 	$(BIN)/python -m pytest -n 2 --dist worksteal

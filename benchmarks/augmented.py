@@ -20,9 +20,9 @@ from torch import Tensor
 
 from benchmarks.harness import console, finish, options, with_data, yes
 from posthoc import FMGP, MAP, PosthocWarning
-from posthoc.data import cifar10
-from posthoc.experiments.cifar_networks import normalised, pretrained
-from posthoc.metrics import Scores
+from posthoc.evaluate.metrics import Scores
+from reproduction.data import cifar10
+from reproduction.experiments.cifar_networks import normalised, pretrained
 
 LAPLACE = 0.238
 FIGURES = ("nll", "ece", "accuracy")

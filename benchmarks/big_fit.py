@@ -26,7 +26,7 @@ from benchmarks.harness import awake, console, finish, high_water, in_fresh_proc
 from benchmarks.memory import half_is_meant
 from benchmarks.simulated import Simulated
 from posthoc import FMGP
-from posthoc.storage import open_outputs
+from posthoc.collect import open_outputs
 from posthoc.training import History, train
 
 IMAGENET = 1_281_167

@@ -20,8 +20,8 @@ from rich.table import Table
 
 from benchmarks.harness import console, finish, options, synchronise, with_data, yes
 from posthoc import FMGP, Outputs, Temperature
-from posthoc.evaluation import scores
-from posthoc.method import Method
+from posthoc.base import Method
+from posthoc.evaluate.evaluate import scores
 
 FIGURES = ("nll", "ece", "accuracy", "ood_auc")
 HALF = 5000

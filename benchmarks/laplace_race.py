@@ -21,7 +21,7 @@ from benchmarks.calibration import read
 from benchmarks.harness import console, finish, options, timed, with_data, yes
 from posthoc import Outputs
 from posthoc.methods import Laplace
-from posthoc.methods.last_layer import find_last_layer
+from posthoc.methods.laplace.last_layer import find_last_layer
 
 KNOWN = {"kron": 0.2414, "full": 0.2384}
 """What laplace-torch gives from the network itself."""

@@ -27,8 +27,8 @@ from rich.table import Table
 from benchmarks.harness import console, finish, high_water, in_fresh_process, mib, options, verdict
 from benchmarks.simulated import Simulated
 from posthoc import FMGP, Predictive
+from posthoc.collect import open_outputs
 from posthoc.errors import PosthocWarning
-from posthoc.storage import open_outputs
 
 FEATURES, BATCH, STEPS, QUICK_STEPS = 64, 100, 100, 3
 MANY_CLASSES, MANY_INDUCING, MOST_BYTES = 10_000, 100, 2e9

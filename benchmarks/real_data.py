@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from benchmarks.harness import with_data
 from benchmarks.machine import describe
 from posthoc import FMGP, Outputs, Predictive
-from posthoc.metrics import CQM, CRPS, NLL
-from posthoc.predictive import RegressionPredictive
+from posthoc.evaluate.metrics import CQM, CRPS, NLL
+from posthoc.predictive.base import RegressionPredictive
 
 Split = tuple[Tensor, Tensor]
 

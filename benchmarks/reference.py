@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc.fmgp.head import Head
-from posthoc.kernels import RBF
-from posthoc.likelihoods import Categorical, Gaussian
+from posthoc.fmgp.fitted import Head
+from posthoc.kernels.base import RBF
+from posthoc.likelihoods.base import Categorical, Gaussian
 
 __all__ = ["DenseFMGP", "endless", "loader", "train_reference"]
 

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from benchmarks.harness import console
 from benchmarks.machine import describe
 from posthoc import FMGP, Predictive
-from posthoc.data import load
-from posthoc.experiments.tabular import learn, mlp
+from posthoc.evaluate.metrics import CQM, CRPS, NLL, RMSE, Coverage
 from posthoc.methods import MAP, Laplace
-from posthoc.metrics import CQM, CRPS, NLL, RMSE, Coverage
-from posthoc.predictive import RegressionPredictive
+from posthoc.predictive.base import RegressionPredictive
+from reproduction.data import load
+from reproduction.experiments.tabular import learn, mlp
 
 DATASETS = ("protein", "elevators", "airline", "taxi")
 LEVELS = (0.5, 0.9, 0.95)

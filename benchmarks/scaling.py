@@ -33,7 +33,7 @@ from benchmarks.harness import console, finish, options, timed, verdict
 from benchmarks.simulated import Simulated
 from posthoc import FMGP
 from posthoc.fmgp.objective import TrainingBatch
-from posthoc.training.ranks import distributed
+from posthoc.training.distributed import distributed
 
 T = TypeVar("T")
 

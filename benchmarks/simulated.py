@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from posthoc import Outputs
+from posthoc.collect import OutputsWriter, open_outputs, read_identity
 from posthoc.errors import FileError
-from posthoc.storage import OutputsWriter, open_outputs, read_identity
 
 __all__ = ["Simulated"]
 

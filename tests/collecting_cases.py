@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from posthoc import Outputs
+from posthoc.collect.outputs import join
 from posthoc.integrations.predictors import Predictor
 from posthoc.integrations.transforms import Collate
-from posthoc.outputs import join
 
 SIDE, CLASSES, FEATURES = 8, 3, 4
 NET, TRANSFORM = "tests.collecting_cases:tiny_net", "tests.collecting_cases:centred"

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from posthoc.latent import Latent
+from posthoc.predictive.latent import Latent
 
 
 def correction(chol: Tensor, kzz: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Folders of results as `posthoc reproduce` and `posthoc compare` write them, with figures made up."""
+"""Folders of results as `python -m reproduction` and `posthoc compare` write them, with figures made up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posthoc.report.pictures import png
+from posthoc.evaluate.report.pictures import png
 
 METHODS = {
     "map": "MAP",

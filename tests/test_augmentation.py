@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc import FMGP, DataError, OptionError, Outputs, PosthocWarning, Temperature
-from posthoc.augmentation import AREA, Augmented, random_crops
-from posthoc.doubts import doubt_memorised
+from posthoc.collect.augmentation import AREA, Augmented, random_crops
+from posthoc.collect.data_warnings import doubt_memorised
 
 G = torch.Generator
 

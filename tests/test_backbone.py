@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc import FMGP, RBF, DataError, LayerError, Linear, Outputs, White
-from posthoc.backbone import Backbone
-from posthoc.outputs import collect
+from posthoc.collect.network import Backbone
+from posthoc.collect.outputs import collect
 from tests.cases import (
     HIDDEN,
     QUICK,

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from posthoc import FMGP, DataError
-from posthoc.batches import iterate
+from posthoc.collect.loaders import iterate
 from posthoc.methods import REGISTRY
-from posthoc.methods.network import NetworkBatches, NetworkMethod
+from posthoc.methods.weights.network import NetworkBatches, NetworkMethod
 from tests.cases import QUICK, WIDTH, N, answers, in_eval, inputs, labels, mlp, numbers, same, values
 from tests.test_backbone import Encoder, tokens
 

@@ -21,8 +21,8 @@ from benchmarks.simulated import CHUNK, Simulated
 from benchmarks.step_speed import variants
 from benchmarks.tasks import synthetic_classification
 from posthoc import FMGP, Outputs
+from posthoc.collect import OutputsWriter, open_outputs
 from posthoc.errors import FileError
-from posthoc.storage import OutputsWriter, open_outputs
 
 CPU = torch.device("cpu")
 

@@ -24,11 +24,11 @@ from torch import nn
 
 from posthoc import FMGP, RBF, Categorical, FileError, OptionError, Outputs, TrainingError
 from posthoc.cli import main
-from posthoc.files import read_tensors
-from posthoc.storage import save_outputs
+from posthoc.collect import save_outputs
+from posthoc.io import read_tensors
 from posthoc.training import Checkpoint, History, Ranks
-from posthoc.training.flat import Flat
-from posthoc.training.keeper import Keeper
+from posthoc.training.adam import Flat
+from posthoc.training.early_stopping import Keeper
 from posthoc.training.steps import PlainSteps
 from tests.cases import inputs, labels, mlp, numbers, recorded, same, values
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from posthoc import __version__
 from posthoc.cli import app, main
-from posthoc.data.synthetic import SPANS, heteroscedastic, noise_std
+from posthoc.cli.demo_data import SPANS, heteroscedastic, noise_std
 
 PNG = b"\x89PNG\r\n"
 
@@ -52,7 +52,7 @@ def test_version():
 def test_known_errors_are_one_line_without_a_traceback(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["posthoc", "demo", "--out", str(tmp_path / "no" / "such" / "folder.png")])
     monkeypatch.setattr(
-        "posthoc.experiments.synthetic.train_network", lambda *a: pytest.fail("work was done before the check")
+        "reproduction.experiments.synthetic.train_network", lambda *a: pytest.fail("work was done before the check")
     )
     with pytest.raises(SystemExit) as stop:
         main()

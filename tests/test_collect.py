@@ -18,10 +18,10 @@ from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 from posthoc import DataError, FileError, LayerError, OptionError
-from posthoc.backbone import Backbone
 from posthoc.cli.collect import collect
-from posthoc.collecting import collect_to_folder
-from posthoc.storage import open_outputs, read_identity
+from posthoc.collect import open_outputs, read_identity
+from posthoc.collect.network import Backbone
+from posthoc.collect.to_folder import collect_to_folder
 from tests.collecting_cases import (
     BLOCKED_ROW,
     NET,
@@ -189,7 +189,7 @@ def stopped(tmp_path):
     """A folder that a run was writing to when it was killed; its workers may still be alive."""
     image_folder(tmp_path / "images", 60)
     code = (
-        "import posthoc.storage.writer as writer; writer.COMMIT_SECONDS = 0\n"
+        "import posthoc.collect.folder_writer as writer; writer.COMMIT_SECONDS = 0\n"
         "import sys, typer; from posthoc.cli.collect import collect; typer.run(collect)"
     )
     args = [NET, tmp_path / "images", "-o", tmp_path / "killed", "--transform", TRANSFORM, "--trust-code"]
@@ -268,7 +268,8 @@ def test_an_interrupted_command_says_how_to_go_on(tmp_path, monkeypatch):
 
 def test_importing_the_commands_pulls_in_nothing_heavy():
     code = (
-        "import sys, posthoc.cli.collect, posthoc.collecting, posthoc.integrations.plan, posthoc.integrations.ray;"
+        "import sys, posthoc.cli.collect, posthoc.collect.to_folder;"
+        "import posthoc.integrations.plan, posthoc.integrations.ray;"
         "heavy = {'torchvision', 'timm', 'transformers', 'datasets', 'onnxruntime', 'ray', 'pyarrow', 'PIL'};"
         "print(sorted(heavy & set(sys.modules)))"
     )

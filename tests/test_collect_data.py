@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from posthoc import DataError, FileError, MissingExtraError, OptionError
-from posthoc.backbone import Backbone
-from posthoc.collecting import collect_to_folder
+from posthoc.collect.network import Backbone
+from posthoc.collect.to_folder import collect_to_folder
 from posthoc.integrations.datasets import Rows, open_data
 from posthoc.integrations.transforms import Collate, Plain
 from tests.collecting_cases import TinyNet, assert_close, expected, image_folder, images, png, raw, write_parquet

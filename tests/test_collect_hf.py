@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from posthoc import DataError, FileError, OptionError, Outputs
-from posthoc.backbone import Backbone
-from posthoc.collecting import collect_to_folder
+from posthoc.collect.network import Backbone
+from posthoc.collect.to_folder import collect_to_folder
 from posthoc.integrations.datasets import open_data
 from posthoc.integrations.hub import StreamedRows
 from posthoc.integrations.predictors import open_predictor

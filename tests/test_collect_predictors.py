@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from posthoc import DataError, FileError, LayerError, MissingExtraError, OptionError, Outputs
-from posthoc.fingerprints import fingerprint
+from posthoc.collect.fingerprint import fingerprint
 from posthoc.integrations.predictors import open_predictor
 from tests.collecting_cases import NET, TinyNet, assert_close, expected, images, outputs, raw
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posthoc import FMGP, DataError, FileError, OptionError, Outputs
-from posthoc.collecting import collect_to_folder
+from posthoc.collect.to_folder import collect_to_folder
 from posthoc.integrations.plan import Plan
 from tests.cases import QUICK, answers, same
 from tests.collecting_cases import NET, assert_close, contents, expected, raw, write_parquet

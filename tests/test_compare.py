@@ -20,13 +20,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
 from posthoc import FMGP, MAP, DataError, OptionError, Outputs, PosthocError, Temperature, save_outputs
+from posthoc.base import Job
 from posthoc.cli import compare as command
-from posthoc.compare import Comparison, Row, compare, guess
-from posthoc.costs import measured
-from posthoc.evaluation import evaluate
-from posthoc.method import Job
+from posthoc.evaluate.compare import Comparison, Row, compare, guess
+from posthoc.evaluate.cost import measured
+from posthoc.evaluate.evaluate import evaluate
+from posthoc.evaluate.report.tables import COLUMNS, Column, csv_table, digits, markdown_table, places, rich_table
 from posthoc.methods import REGISTRY, Ensemble
-from posthoc.report.tables import COLUMNS, Column, csv_table, digits, markdown_table, places, rich_table
 from tests.cases import QUICK, Noisy, inputs, labels, mlp, recorded, values
 
 
@@ -94,7 +94,9 @@ def test_time_is_of_the_fit_and_of_the_predictions(monkeypatch):
 
             return predict
 
-    monkeypatch.setattr("posthoc.metrics.scores.Scores.compute", lambda self: now.__setitem__(0, now[0] + 100.0) or {})
+    monkeypatch.setattr(
+        "posthoc.evaluate.metrics.scores.Scores.compute", lambda self: now.__setitem__(0, now[0] + 100.0) or {}
+    )
     figures = compare(None, classified(), classified(1500), [Slow])["slow"].figures
     assert figures["fit_seconds"] == 7.0
     assert figures["predict_seconds"] == 4.0  # two chunks of rows, and nothing of the scoring

@@ -33,11 +33,20 @@ from posthoc import (
     load,
     save_outputs,
 )
-from posthoc.conformal import APS, LAC, Conformal, ConformalIntervals, ConformalSets, Residual, Score, uniform
-from posthoc.files import read_tensors, write_tensors
-from posthoc.method import Method
-from posthoc.metrics import Coverage, Width
-from posthoc.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+from posthoc.base import Method
+from posthoc.evaluate.metrics import Coverage, Width
+from posthoc.io import read_tensors, write_tensors
+from posthoc.predictive.base import ClassificationPredictive, Predictive, RegressionPredictive
+from posthoc.predictive.conformal import (
+    APS,
+    LAC,
+    Conformal,
+    ConformalIntervals,
+    ConformalSets,
+    Residual,
+    Score,
+    uniform,
+)
 from tests.cases import QUICK, in_eval, inputs, labels, mlp, values
 
 DOUBLE = torch.float64

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc import Outputs, load
+from posthoc.base import Method
 from posthoc.errors import DataError, OptionError
-from posthoc.method import Method
 from posthoc.methods import REGISTRY
 
 QUICK: dict[str, dict[str, Any]] = {

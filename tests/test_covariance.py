@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from posthoc.errors import NotPSDError, PosthocWarning
 from posthoc.fmgp.covariance import correction, kl_divergence, marginal_variance, output_covariance
-from posthoc.linalg import cholesky
+from posthoc.numerics import cholesky
 from tests import oracles
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from posthoc import MAP, Outputs
-from posthoc.curves import Curves
 from posthoc.errors import DataError
-from posthoc.judging import judge
-from posthoc.report.pictures import png
+from posthoc.evaluate.curves import Curves
+from posthoc.evaluate.judging import judge
+from posthoc.evaluate.report.pictures import png
 
 
 def classes(n: int, seed: int) -> Outputs:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posthoc import MAP, OptionError, WrongTaskError
-from posthoc.conformal import Conformal
-from posthoc.metrics import AURC, RiskCoverage
-from posthoc.metrics.rows import UNCERTAINTIES
-from posthoc.predictive import ClassificationPredictive, RegressionPredictive
+from posthoc.evaluate.metrics import AURC, RiskCoverage
+from posthoc.evaluate.metrics.rows import UNCERTAINTIES
+from posthoc.predictive.base import ClassificationPredictive, RegressionPredictive
+from posthoc.predictive.conformal import Conformal
 
 DOUBLE = torch.float64
 PAGE = (Path(__file__).parent.parent / "docs" / "decisions.md").read_text()
@@ -157,7 +157,7 @@ def test_very_sure_predictions_have_an_order():
 def test_many_classes_are_worked_out_some_rows_at_a_time(monkeypatch):
     pred = classes(49)
     whole = pred.uncertainty()
-    monkeypatch.setattr("posthoc.predictive.AT_ONCE", 12)
+    monkeypatch.setattr("posthoc.predictive.base.AT_ONCE", 12)
     assert torch.equal(pred.uncertainty(), whole)
 
 

@@ -13,11 +13,11 @@ from scipy.stats import norm
 from torch import Tensor, nn
 
 from posthoc import MAP, Categorical, FileError, Gaussian, OptionError, load
-from posthoc.files import read_head, write_head
-from posthoc.likelihoods import Likelihood
+from posthoc.io import read_head, write_head
+from posthoc.likelihoods.base import Likelihood
 from posthoc.methods import Dropout
-from posthoc.methods.drawing import likeliest_noise, set_noise
-from posthoc.sampled import from_draws
+from posthoc.methods.weights.sampling import likeliest_noise, set_noise
+from posthoc.predictive.from_samples import from_draws
 from tests.cases import WIDTH, Noisy, answers, in_eval, inputs, labels, same, values
 
 S, N, C = 7, 5, 3

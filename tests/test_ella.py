@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc import Outputs
 from posthoc.errors import DataError, FileError, LayerError, OptionError
-from posthoc.latent import FactorLatent
-from posthoc.likelihoods import Categorical, Gaussian
-from posthoc.methods.ella import ELLA
-from posthoc.methods.subspace import grid, leading, scores
+from posthoc.likelihoods.base import Categorical, Gaussian
+from posthoc.methods.ntk.ella import ELLA
+from posthoc.methods.ntk.subspace import grid, leading, scores
+from posthoc.predictive.latent import FactorLatent
 from tests.cases import inputs, labels, mlp, recorded, values
 from tests.linearised import covariance, hessians, jacobian, last_only
 from tests.oracles import DenseLatent

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc import DataError, FileError, Gaussian, OptionError, load
-from posthoc.files import read_head
+from posthoc.io import read_head
 from posthoc.methods import Ensemble
 from tests.cases import Noisy, answers, in_eval, inputs, labels, mlp, recorded, same, values
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc import FMGP, FileError
-from posthoc.fingerprints import fingerprint
+from posthoc.collect.fingerprint import fingerprint
 from tests.cases import HIDDEN, QUICK, WIDTH, Noisy, inputs, mlp, recorded, values
 from tests.test_stillness import Cache, adapted
 

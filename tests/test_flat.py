@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.training import History, Training, train
-from posthoc.training.flat import BETA1, BETA2, EPS, Flat
+from posthoc.training.adam import BETA1, BETA2, EPS, Flat
 from tests.test_training import Nothing, fitted
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that CUDA knows")

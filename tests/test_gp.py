@@ -13,12 +13,12 @@ from scipy.optimize import minimize
 from scipy.stats import multivariate_normal
 from torch import Tensor, nn
 
+from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, LayerError, MissingExtraError, OptionError, TrainingError
-from posthoc.files import read_head
-from posthoc.likelihoods import Gaussian
+from posthoc.io import read_head
+from posthoc.likelihoods.base import Gaussian
 from posthoc.methods.gp import GP
 from posthoc.methods.gp_processes import Exact, Sparse, _LogDensity
-from posthoc.outputs import Outputs
 from tests.cases import AnyWidth, inputs, mlp, recorded, values
 from tests.oracles import kernel_matrix
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from posthoc import FMGP, RBF, Categorical, NotPSDError, Outputs, PosthocError, PosthocWarning, TrainingError
-from posthoc.fmgp.points import DrawnBatches, Prefetch
-from posthoc.linalg import cholesky
-from posthoc.storage import open_outputs, save_outputs
+from posthoc.collect import open_outputs, save_outputs
+from posthoc.fmgp.coordinates import DrawnBatches, Prefetch
+from posthoc.numerics import cholesky
 from posthoc.training import History, Training, drawn_rows, train
-from posthoc.training.flat import Flat
-from posthoc.training.graph import GraphSteps
-from posthoc.training.ranks import Ranks
+from posthoc.training.adam import Flat
+from posthoc.training.cuda_graph import GraphSteps
+from posthoc.training.distributed import Ranks
 from posthoc.training.steps import PlainSteps
 from tests.cases import numbers, same
 
@@ -368,7 +368,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: idle)
-    monkeypatch.setattr("posthoc.training.graph.STREAMS", threading.local())
+    monkeypatch.setattr("posthoc.training.cuda_graph.STREAMS", threading.local())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: idle)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 

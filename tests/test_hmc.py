@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc.batches import Batch
+from posthoc.collect.loaders import Batch
 from posthoc.errors import DataError, FileError, MissingExtraError, OptionError, PosthocWarning
-from posthoc.likelihoods import Categorical, Gaussian
-from posthoc.methods.hmc import HMC
-from posthoc.methods.hmc_sampler import UNIFORM_UP_TO, WeightPosterior, agreement, noise_bound
-from posthoc.methods.network import LabelledBatch
+from posthoc.likelihoods.base import Categorical, Gaussian
+from posthoc.methods.weights.hmc import HMC
+from posthoc.methods.weights.hmc_sampler import UNIFORM_UP_TO, WeightPosterior, agreement, noise_bound
+from posthoc.methods.weights.network import LabelledBatch
 from tests.cases import Noisy, inputs, labels, mlp, values
 
 D = torch.float64

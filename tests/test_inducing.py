@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from posthoc import FMGP, Outputs, PosthocWarning
-from posthoc.fmgp import plans
-from posthoc.inducing import distinct, kmeans, per_class, random_classes, random_points
+from posthoc.fmgp import selection as plans
+from posthoc.fmgp.inducing_points import distinct, kmeans, per_class, random_classes, random_points
 
 
 class Rows:
@@ -91,7 +91,7 @@ def test_only_the_fit_that_is_kept_warns_of_fewer_points(task, inducing, m, warn
             chosen(job, candidates, *more)
             return plans.Decision(candidates[0])  # temperature scaling has no points to speak of
 
-        monkeypatch.setattr("posthoc.fmgp.model.choose", tried)
+        monkeypatch.setattr("posthoc.fmgp.estimator.choose", tried)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PosthocWarning)
         bayes = FMGP(None, task, inducing=inducing, num_inducing=m, steps=60, lr=0.05).fit(

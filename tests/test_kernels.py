@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from posthoc import RBF, Constant, Linear, Matern, OptionError, White
-from posthoc.fmgp.coupling import OutputCovariance
-from posthoc.kernel_specs import kernel_from_spec, same_form
-from posthoc.kernels import as_kernel, gram
+from posthoc.fmgp.output_covariance import OutputCovariance
+from posthoc.kernels.base import as_kernel, gram
+from posthoc.kernels.registry import kernel_from_spec, same_form
 from tests import oracles
 
 G = torch.Generator().manual_seed(0)

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from posthoc import Categorical, Gaussian, Outputs, methods
 from posthoc.errors import DataError, LayerError, NotFittedError, OptionError, PosthocWarning
 from posthoc.fmgp.covariance import correction, marginal_variance
-from posthoc.kernels import Constant, Linear, gram
-from posthoc.methods.curvature import of_classes
-from posthoc.methods.evidence import best_evidence
-from posthoc.methods.laplace import Laplace
-from posthoc.methods.last_layer import find_last_layer
+from posthoc.kernels.base import Constant, Linear, gram
+from posthoc.methods.laplace.curvature import of_classes
+from posthoc.methods.laplace.laplace import Laplace
+from posthoc.methods.laplace.last_layer import find_last_layer
+from posthoc.methods.laplace.marginal_likelihood import best_evidence
 
 DOUBLE = torch.float64
 FORMS = ("kron", "full", "diag")
@@ -383,7 +383,7 @@ MANY = """
 import resource, torch
 torch.set_num_threads(1)
 from posthoc import Outputs
-from posthoc.methods.laplace import Laplace
+from posthoc.methods.laplace.laplace import Laplace
 g = torch.Generator().manual_seed(0)
 features = torch.randn(1000, {features}, generator=g)
 said = features @ torch.randn({features}, {classes}, generator=g) * 0.05

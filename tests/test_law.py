@@ -10,10 +10,10 @@ import torch
 from scipy import integrate, optimize, stats
 from torch import Tensor
 
-from posthoc import law as law_module
-from posthoc.law import NORMAL, PRIOR_ROWS, Law, balanced, mixed, normals
-from posthoc.metrics import CQM, CRPS, Coverage, crps_of_draws
-from posthoc.predictive import RegressionPredictive
+from posthoc.evaluate.metrics import CQM, CRPS, Coverage, crps_of_draws
+from posthoc.predictive import residual_mixture as law_module
+from posthoc.predictive.base import RegressionPredictive
+from posthoc.predictive.residual_mixture import NORMAL, PRIOR_ROWS, Law, balanced, mixed, normals
 
 LEVELS = (0.001, 0.025, 0.5, 0.9, 0.9999)
 

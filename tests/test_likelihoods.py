@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from posthoc import Categorical, Gaussian, OptionError
-from posthoc.latent import IndependentLatent
-from posthoc.likelihoods import gaussian_energy
+from posthoc.likelihoods.base import gaussian_energy
+from posthoc.predictive.latent import IndependentLatent
 from tests import oracles
 from tests.oracles import DenseLatent
 

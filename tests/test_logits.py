@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posthoc import DataError, OptionError
-from posthoc.logits import as_logits
+from posthoc.collect.class_scores import as_logits
 
 
 def logits(rows: int = 50, classes: int = 5, *, scale: float = 3.0) -> Tensor:

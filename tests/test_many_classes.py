@@ -14,18 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from posthoc import FMGP, Outputs
-from posthoc.doubts import ROWS
-from posthoc.fmgp import plans
-from posthoc.fmgp.building import RANK
+from posthoc.base import AT_ONCE
+from posthoc.collect import open_outputs
+from posthoc.collect.data_warnings import ROWS
+from posthoc.collect.folder import ArraySpec, Manifest, array_path
+from posthoc.fmgp import selection as plans
+from posthoc.fmgp.build import RANK
+from posthoc.fmgp.coordinates import AHEAD, VALUES_AHEAD, DrawnBatches
 from posthoc.fmgp.coupled import CoupledLatent, LowRankLatent
-from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.making import TYPICAL
-from posthoc.fmgp.points import AHEAD, VALUES_AHEAD, DrawnBatches
-from posthoc.latent import Latent
-from posthoc.method import AT_ONCE
-from posthoc.sharpness import TYPICAL as SUITABLE
-from posthoc.storage import open_outputs
-from posthoc.storage.folder import ArraySpec, Manifest, array_path
+from posthoc.fmgp.output_covariance import OutputCovariance
+from posthoc.likelihoods.temperature import TYPICAL as SUITABLE
+from posthoc.predictive.latent import Latent
 from posthoc.training.steps import PlainSteps
 from tests.test_checkpoint import end_of, start
 
@@ -259,7 +259,7 @@ def test_the_form_of_the_variance_is_chosen_from_some_of_very_many_rows(
         looked_at.append(rows_read["all"] - before)
         return found
 
-    monkeypatch.setattr("posthoc.fmgp.model.choose", counting)
+    monkeypatch.setattr("posthoc.fmgp.estimator.choose", counting)
     outputs = sparse_folder(tmp_path / "outputs", 10_000_000)
     FMGP(None, "classification", steps=3, batch_size=20, num_inducing=5).fit(outputs)
     assert 3000 < looked_at[0] < 1_000_000

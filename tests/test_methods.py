@@ -10,8 +10,8 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from posthoc import FMGP, MAP, Categorical, FileError, Gaussian, OptionError, Outputs, PosthocWarning, Temperature, load
-from posthoc.evaluation import evaluate
-from posthoc.files import write_head
+from posthoc.evaluate.evaluate import evaluate
+from posthoc.io import write_head
 from posthoc.methods import REGISTRY, method_named
 from tests.cases import labels, mlp, recorded, values
 
@@ -126,7 +126,7 @@ def test_temperature_of_shifted_logits_is_the_same():
 def test_temperature_does_not_depend_on_how_rows_are_read(monkeypatch):
     data = classified()
     whole = Temperature(None, "classification").fit(data).likelihood.temperature.item()
-    monkeypatch.setattr("posthoc.sharpness.VALUES_AT_ONCE", 7 * 5)
+    monkeypatch.setattr("posthoc.likelihoods.temperature.VALUES_AT_ONCE", 7 * 5)
     assert Temperature(None, "classification").fit(data).likelihood.temperature.item() == pytest.approx(whole, rel=1e-9)
 
 

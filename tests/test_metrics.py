@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from posthoc import DataError, OptionError, WrongTaskError
-from posthoc.metrics import (
+from posthoc.evaluate.metrics import (
     AURC,
     CQM,
     CRPS,
@@ -33,8 +33,8 @@ from posthoc.metrics import (
     Scores,
     Width,
 )
-from posthoc.metrics import rows as row_scores
-from posthoc.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+from posthoc.evaluate.metrics import rows as row_scores
+from posthoc.predictive.base import ClassificationPredictive, Predictive, RegressionPredictive
 
 DOUBLE = torch.float64
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from posthoc import DataError
-from posthoc.metrics import ECE, NLL, Accuracy, AdaptiveECE, Brier, EntropyHistogram
-from posthoc.predictive import ClassificationPredictive
+from posthoc.evaluate.metrics import ECE, NLL, Accuracy, AdaptiveECE, Brier, EntropyHistogram
+from posthoc.predictive.base import ClassificationPredictive
 from tests.test_metrics import class_case
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from posthoc import DataError
-from posthoc.metrics import AURC, CQM, ECE, OOD, AdaptiveECE, EntropyHistogram, Scores
+from posthoc.evaluate.metrics import AURC, CQM, ECE, OOD, AdaptiveECE, EntropyHistogram, Scores
 from tests.test_metrics import class_case, figures, real_case
 
 OUTSIDE = class_case(30, seed=1, sharpness=1.0)[0]

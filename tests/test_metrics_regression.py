@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy import integrate, stats  # type: ignore[import-untyped]
 
 from posthoc import DataError, WrongTaskError
-from posthoc.metrics import CQM, CRPS, MAE, NLL, RMSE, Coverage, SampleCRPS, Width, crps_of_draws
-from posthoc.predictive import RegressionPredictive
+from posthoc.evaluate.metrics import CQM, CRPS, MAE, NLL, RMSE, Coverage, SampleCRPS, Width, crps_of_draws
+from posthoc.predictive.base import RegressionPredictive
 from tests import oracles
 from tests.test_metrics import real_case
 

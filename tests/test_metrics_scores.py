@@ -8,7 +8,7 @@ import sklearn.metrics as sk  # type: ignore[import-untyped]
 import torch
 
 from posthoc import DataError, WrongTaskError
-from posthoc.metrics import AURC, CQM, CRPS, ECE, MAE, NLL, RMSE, Accuracy, Brier, Coverage, Scores, Width
+from posthoc.evaluate.metrics import AURC, CQM, CRPS, ECE, MAE, NLL, RMSE, Accuracy, Brier, Coverage, Scores, Width
 from tests.test_metrics import class_case, real_case
 
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posthoc.metrics import AURC, OOD, RiskCoverage, auroc, fpr_at, selective_risk
-from posthoc.metrics.rows import UNCERTAINTIES
-from posthoc.predictive import ClassificationPredictive
+from posthoc.evaluate.metrics import AURC, OOD, RiskCoverage, auroc, fpr_at, selective_risk
+from posthoc.evaluate.metrics.rows import UNCERTAINTIES
+from posthoc.predictive.base import ClassificationPredictive
 from tests.test_metrics import class_case, real_case
 
 DOUBLE = torch.float64

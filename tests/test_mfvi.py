@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc.errors import FileError, OptionError, TrainingError
-from posthoc.files import read_head, write_head
-from posthoc.methods.flipout import flipout, noisy_parameters, sampled
-from posthoc.methods.mfvi import MFVI, MeanField
+from posthoc.io import read_head, write_head
+from posthoc.methods.weights.flipout import flipout, noisy_parameters, sampled
+from posthoc.methods.weights.mfvi import MFVI, MeanField
 from tests.cases import Noisy, answers, inputs, labels, mlp, same, values
 
 QUICK: dict[str, Any] = {"steps": 5, "samples": 4, "batch_size": 10}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from posthoc import FMGP, RBF, DataError, OptionError, Outputs
-from posthoc.fmgp.novelty import FAR, FLOOR, Novelty, lead
-from posthoc.latent import IndependentLatent, Widened
+from posthoc.fmgp.ood import FAR, FLOOR, Novelty, lead
+from posthoc.predictive.latent import IndependentLatent, Widened
 
 G = torch.Generator
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from posthoc.batches import Batch
+from posthoc.collect.loaders import Batch
 from posthoc.errors import OptionError
-from posthoc.methods import ntk
-from posthoc.methods.ntk import Jacobian, LastLayerNTK, draw_pairs, gradients
+from posthoc.methods.ntk import ntk
+from posthoc.methods.ntk.ntk import Jacobian, LastLayerNTK, draw_pairs, gradients
 from tests.cases import Noisy, inputs, mlp
 from tests.linearised import jacobian as jacobian_of
 

@@ -437,7 +437,7 @@ def test_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, m
 
 def test_first_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     method = case("regression")[1]
-    monkeypatch.setattr("posthoc.files.os.replace", lambda *_: half_written(None, tmp_path / "head.safetensors.part"))
+    monkeypatch.setattr("posthoc.io.os.replace", lambda *_: half_written(None, tmp_path / "head.safetensors.part"))
     with pytest.raises(OSError, match="No space left"):
         method.save(tmp_path / "head.safetensors")
     assert [found.name for found in tmp_path.iterdir()] == ["head.safetensors.part"]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from posthoc import FMGP, Categorical, Outputs, Temperature, load
-from posthoc.fmgp import plans
-from posthoc.fmgp.plans import CALM, FEWEST, FOLDS, SCALED, WARY, Plan, Trial, candidates, choose, shortened
-from posthoc.method import Job
-from posthoc.recalibration import NONE, Recalibration
+from posthoc.base import Job
+from posthoc.fmgp import selection as plans
+from posthoc.fmgp.selection import CALM, FEWEST, FOLDS, SCALED, WARY, Plan, Trial, candidates, choose, shortened
+from posthoc.likelihoods.recalibration import NONE, Recalibration
 from posthoc.training import Training
 
 G = torch.Generator

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from posthoc import DataError, OptionError, WrongTaskError
-from posthoc.predictive import ClassificationPredictive, RegressionPredictive
+from posthoc.predictive.base import ClassificationPredictive, RegressionPredictive
 
 DOUBLE = torch.float64
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc import FMGP, RBF, DataError
-from posthoc.backbone import Backbone
-from posthoc.collecting import collect_to_folder
+from posthoc.collect.network import Backbone
+from posthoc.collect.to_folder import collect_to_folder
 from posthoc.methods import REGISTRY
-from posthoc.methods.ensemble import Members
+from posthoc.methods.weights.ensemble import Members
 from tests.cases import QUICK, WIDTH, N, answers, in_eval, inputs, labels, mlp, numbers, same, values
 
 # Models that end in squeeze().

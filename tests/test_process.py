@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posthoc import FMGP, RBF, Categorical, Linear, Outputs, White
-from posthoc.fmgp.coupling import OutputCovariance
+from posthoc.fmgp.inducing_points import Inducing
 from posthoc.fmgp.objective import Objective, TrainingBatch
+from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
-from posthoc.inducing import Inducing
-from posthoc.kernels import gram
-from posthoc.likelihoods import Gaussian
+from posthoc.kernels.base import gram
+from posthoc.likelihoods.base import Gaussian
 from tests import oracles
 
 DOUBLE = torch.float64

@@ -20,10 +20,11 @@ import torch
 from torch import distributed as dist
 
 from posthoc import FMGP, Categorical, PosthocError
-from posthoc.fmgp import building, points
-from posthoc.storage import save_outputs
+from posthoc.collect import save_outputs
+from posthoc.fmgp import build as building
+from posthoc.fmgp import coordinates as points
 from posthoc.training import Checkpoint, History, Ranks, loop, slice_of
-from posthoc.training.ranks import distributed
+from posthoc.training.distributed import distributed
 from posthoc.training.steps import PlainSteps
 from tests import test_checkpoint
 from tests.test_checkpoint import (

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from posthoc.predictive import ClassificationPredictive
-from posthoc.recalibration import NONE, Recalibration
+from posthoc.likelihoods.recalibration import NONE, Recalibration
+from posthoc.predictive.base import ClassificationPredictive
 
 G = torch.Generator
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from posthoc import FMGP, RBF, Categorical, Gaussian, Linear, Matern, NotPSDError, PosthocError, PosthocWarning, White
 from posthoc.errors import TrainingError
-from posthoc.linalg import cholesky
-from posthoc.methods.valla import VaLLA
+from posthoc.methods.ntk.valla import VaLLA
+from posthoc.numerics import cholesky
 from posthoc.training import History, Training, recorded, train
-from posthoc.training.flat import Flat
+from posthoc.training.adam import Flat
 from posthoc.training.recorded import RecordedSteps, as_they_are
 from posthoc.training.steps import PlainSteps
 from tests.cases import numbers, same
@@ -330,7 +330,7 @@ def test_another_method_that_trains_a_process(weights: str, calls: dict[str, int
     data, found = classes(50, c=3), []
     for way in ("recorded", "plain"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("posthoc.methods.valla.train", functools.partial(train, way=way))
+            patch.setattr("posthoc.methods.ntk.valla.train", functools.partial(train, way=way))
             method = VaLLA(model, "classification", weights=weights, num_inducing=6, steps=20, batch_size=16)
             found.append(method.fit((data.features, data.targets)).predict(data.features).variance)
     assert calls["replayed"] == 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posthoc.report.page import write_report
+from posthoc.evaluate.report.page import write_report
 from tests.chromium import BINARY, chromium
 from tests.report_cases import document, everything, write
 

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from posthoc.cli.report import report as command
 from posthoc.errors import FileError
-from posthoc.report.charts import padded
-from posthoc.report.examples import Gallery, png_of
-from posthoc.report.page import render, write_report
-from posthoc.report.records import read_results
-from posthoc.report.summary import summarise
-from posthoc.report.svg import label_of, series_class, short, ticks
+from posthoc.evaluate.report.charts import padded
+from posthoc.evaluate.report.examples import Gallery, png_of
+from posthoc.evaluate.report.page import render, write_report
+from posthoc.evaluate.report.records import read_results
+from posthoc.evaluate.report.summary import summarise
+from posthoc.evaluate.report.svg import label_of, series_class, short, ticks
 from tests.report_cases import cifar10, compared, document, everything, pictures, regression_curves, write
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}

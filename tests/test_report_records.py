@@ -7,8 +7,8 @@ import json
 import pytest
 
 from posthoc.errors import FileError
-from posthoc.report.records import read_results
-from posthoc.report.shapes import read_curves
+from posthoc.evaluate.report.records import read_results
+from posthoc.evaluate.report.shapes import read_curves
 from tests.report_cases import compared, document, write
 
 
@@ -61,7 +61,7 @@ def test_other_files_are_left_out_and_told_of(tmp_path):
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
-    with pytest.raises(FileError, match=r"found no run's document.*posthoc reproduce"):
+    with pytest.raises(FileError, match=r"found no run's document.*python -m reproduction"):
         read_results(tmp_path)
     with pytest.raises(FileError, match="found nothing at"):
         read_results(tmp_path / "absent")

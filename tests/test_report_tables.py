@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 
-from posthoc.report.aggregates import (
+from posthoc.evaluate.report.aggregates import (
     csv_means,
     escape_latex,
     escape_markdown,
@@ -21,9 +21,9 @@ from posthoc.report.aggregates import (
     places_of,
     write_tables,
 )
-from posthoc.report.pooling import mean_curve, mean_lines, pooled_reliability
-from posthoc.report.records import read_results
-from posthoc.report.summary import estimate, natural, summarise
+from posthoc.evaluate.report.pooling import mean_curve, mean_lines, pooled_reliability
+from posthoc.evaluate.report.records import read_results
+from posthoc.evaluate.report.summary import estimate, natural, summarise
 from tests.report_cases import compared, document, regression, write
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from posthoc import FMGP, Outputs
+from posthoc.base import Job
 from posthoc.errors import OptionError
+from posthoc.evaluate.metrics import CRPS, NLL, Coverage
 from posthoc.fmgp.residuals import LearntResiduals
-from posthoc.latent import IndependentLatent
-from posthoc.likelihoods import Gaussian
-from posthoc.method import Job
-from posthoc.metrics import CRPS, NLL, Coverage
-from posthoc.predictive import RegressionPredictive
+from posthoc.likelihoods.base import Gaussian
+from posthoc.predictive.base import RegressionPredictive
+from posthoc.predictive.latent import IndependentLatent
 
 ROWS, SEED = 2000, 100
 EDGE = 0.015

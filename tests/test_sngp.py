@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc.errors import FileError, OptionError, TrainingError
-from posthoc.files import read_head, write_head
-from posthoc.likelihoods import Categorical, Gaussian
-from posthoc.methods.random_features import RandomFeatures, SpectralBound, bounded, settle_bounds
-from posthoc.methods.sngp import SNGP, typical_distance
+from posthoc.io import read_head, write_head
+from posthoc.likelihoods.base import Categorical, Gaussian
+from posthoc.methods.weights.random_features import RandomFeatures, SpectralBound, bounded, settle_bounds
+from posthoc.methods.weights.sngp import SNGP, typical_distance
 from tests.cases import Noisy, answers, in_eval, inputs, labels, mlp, same, values
 from tests.oracles import kernel_matrix
 

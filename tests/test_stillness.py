@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posthoc import FMGP, PosthocWarning
-from posthoc.stillness import still, written
+from posthoc.collect.stillness import still, written
 from tests.cases import HIDDEN, QUICK, WIDTH, in_eval, inputs, mlp, values
 from tests.test_backbone import assert_unchanged, portrait
 
@@ -233,7 +233,7 @@ def test_eval_that_writes_nothing_copies_nothing(monkeypatch: pytest.MonkeyPatch
     model = Switching(lambda model: None).train()
     used(model)
     copied: list[Any] = []
-    monkeypatch.setattr("posthoc.snapshots.Snapshot.copy", copied.append)
+    monkeypatch.setattr("posthoc.collect.snapshots.Snapshot.copy", copied.append)
     with still(model):
         assert not model.training
     assert not copied
@@ -366,7 +366,7 @@ def test_a_graph_from_before_can_still_be_differentiated() -> None:
 
 
 def test_network_too_large_to_be_copied_says_what_it_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posthoc.stillness.MOST_COPIED", 0)
+    monkeypatch.setattr("posthoc.collect.stillness.MOST_COPIED", 0)
     model = Writing(weight_in_place)
     with pytest.warns(PosthocWarning, match=r"writes to first\.weight when it is run.*too large.*Load them again"):
         method = FMGP(model, "regression", **QUICK).fit((inputs(), values()))

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from posthoc import DataError, FileError, OptionError, Outputs
-from posthoc.storage import OutputsWriter, open_outputs, read_identity, save_outputs
+from posthoc.collect import OutputsWriter, open_outputs, read_identity, save_outputs
 
 NAMES = ("outputs", "targets", "features", "inputs")
 FORMS = (".npz", ".safetensors", ".parquet", "")

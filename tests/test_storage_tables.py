@@ -13,7 +13,7 @@ import torch
 from pyarrow import parquet
 
 from posthoc import DataError, FileError, MissingExtraError, OptionError
-from posthoc.storage import open_outputs, save_outputs
+from posthoc.collect import open_outputs, save_outputs
 from tests.test_storage import some
 
 
@@ -168,7 +168,7 @@ def test_csv_as_spreadsheets_write_it(tmp_path: Path) -> None:
 
 
 def test_csv_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posthoc.storage.tables.LINES_AT_ONCE", 4)
+    monkeypatch.setattr("posthoc.collect.tables.LINES_AT_ONCE", 4)
     lines = [f"{i / 8},{i}" for i in range(10)]
     path = tmp_path / "table.csv"
     path.write_text("\n".join(["outputs,targets", *lines[:3], *[""] * 9, *lines[3:]]))

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-import posthoc.storage.writer as writer_module
+import posthoc.collect.folder_writer as writer_module
 from posthoc import DataError, FileError, Outputs, PosthocWarning
-from posthoc.files import lock
-from posthoc.storage import OutputsWriter, open_outputs, read_identity, save_outputs
+from posthoc.collect import OutputsWriter, open_outputs, read_identity, save_outputs
+from posthoc.io import lock
 from tests.test_storage import bits, change_manifest, contents, small_files, some, written
 
 ROOT = Path(__file__).parent.parent

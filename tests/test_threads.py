@@ -13,7 +13,7 @@ import torch
 
 from posthoc import FMGP
 from posthoc.errors import TrainingError
-from posthoc.linalg import BLIND
+from posthoc.numerics import BLIND
 from posthoc.training import few_threads, side_by_side
 from posthoc.training.steps import PlainSteps
 from posthoc.training.threads import HELPS, Stopped, may_go_on, speaks

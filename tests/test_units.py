@@ -11,11 +11,11 @@ import torch
 from scipy.optimize import minimize_scalar
 
 from posthoc import FMGP, Categorical, Outputs, Temperature, load
-from posthoc.fmgp.novelty import SLOPES, Novelty, best_slope
-from posthoc.fmgp.plans import Plan
+from posthoc.base import Job
+from posthoc.fmgp.ood import SLOPES, Novelty, best_slope
 from posthoc.fmgp.scoring import log_probs
-from posthoc.method import Job
-from posthoc.sharpness import best_inverse, suitable_temperature
+from posthoc.fmgp.selection import Plan
+from posthoc.likelihoods.temperature import best_inverse, suitable_temperature
 
 G = torch.Generator
 QUICK: dict[str, Any] = {"steps": 40, "num_inducing": 8, "batch_size": 50, "progress": False}
@@ -140,7 +140,9 @@ def test_there_is_no_slope_where_it_earns_nothing_or_nothing_is_known():
 
 
 def test_a_head_with_a_slope_is_that_of_logits_divided_beforehand(monkeypatch):
-    monkeypatch.setattr("posthoc.likelihoods.suitable_temperature", lambda rows: 2.0)  # else of other logits for each
+    monkeypatch.setattr(
+        "posthoc.likelihoods.base.suitable_temperature", lambda rows: 2.0
+    )  # else of other logits for each
     train, new = unusual(400, 0.3), unusual(150, 0.3, seed=3)
     novelty = Novelty.of(train.features, 0.3)
     assert novelty is not None

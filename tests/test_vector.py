@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from posthoc import Categorical, DataError, FileError, OptionError, Outputs, PosthocWarning, Temperature, load
-from posthoc.files import read_head, write_head
+from posthoc.io import read_head, write_head
 from posthoc.methods.vector import Vector
 
 G = torch.Generator
@@ -123,7 +123,7 @@ def test_what_is_added_to_all_logits_of_a_row_changes_nothing():
 def test_reading_rows_in_parts_gives_the_same(monkeypatch):
     data = classified(60)
     whole = Vector(None, "classification").fit(data)
-    monkeypatch.setattr("posthoc.sharpness.VALUES_AT_ONCE", 7 * C)
+    monkeypatch.setattr("posthoc.likelihoods.temperature.VALUES_AT_ONCE", 7 * C)
     cut = Vector(None, "classification").fit(data)
     torch.testing.assert_close(cut.scale, whole.scale, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(cut.bias, whole.bias, rtol=1e-6, atol=1e-9)

@@ -1,7 +1,7 @@
 """posthoc: honest error bars on any pre-trained neural network."""
 
-from posthoc.compare import Comparison, compare
-from posthoc.conformal import Conformal
+from posthoc.collect import open_outputs, save_outputs
+from posthoc.collect.outputs import Outputs
 from posthoc.errors import (
     DataError,
     FileError,
@@ -15,9 +15,10 @@ from posthoc.errors import (
     TrainingError,
     WrongTaskError,
 )
+from posthoc.evaluate.compare import Comparison, compare
 from posthoc.fmgp import FMGP
-from posthoc.kernels import RBF, Constant, Linear, Matern, White
-from posthoc.likelihoods import Categorical, Gaussian
+from posthoc.kernels.base import RBF, Constant, Linear, Matern, White
+from posthoc.likelihoods.base import Categorical, Gaussian
 from posthoc.methods import (
     ELLA,
     GP,
@@ -34,9 +35,8 @@ from posthoc.methods import (
     Vector,
     load,
 )
-from posthoc.outputs import Outputs
-from posthoc.predictive import Predictive
-from posthoc.storage import open_outputs, save_outputs
+from posthoc.predictive.base import Predictive
+from posthoc.predictive.conformal import Conformal
 
 __version__ = "0.1.0"
 

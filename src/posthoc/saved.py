@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from posthoc.collect.class_scores import KINDS
 from posthoc.errors import DataError, OptionError, PosthocError
-from posthoc.files import changed, check_tensors
-from posthoc.likelihoods import Likelihood, make_likelihood
-from posthoc.logits import KINDS
+from posthoc.io import changed, check_tensors
+from posthoc.likelihoods.base import Likelihood, make_likelihood
 
 __all__ = ["Saved"]
 

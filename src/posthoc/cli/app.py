@@ -8,10 +8,10 @@ from typing import Any
 
 import typer
 
-from posthoc.cli import collect, compare, demo, evaluate, fit, predict, report, reproduce
+from posthoc.cli import collect, compare, demo, evaluate, fit, predict, report
 from posthoc.errors import PosthocError, PosthocWarning
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "run"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 COMMANDS = (
@@ -21,7 +21,6 @@ COMMANDS = (
     predict.predict,
     evaluate.evaluate,
     compare.compare,
-    reproduce.reproduce,
     report.report,
 )
 for command in COMMANDS:
@@ -45,7 +44,12 @@ def posthoc(
 
 
 def main() -> None:
-    """The `posthoc` command: errors we know become one line and exit code 1, warnings one line."""
+    """Run the `posthoc` command."""
+    run(app)
+
+
+def run(app: typer.Typer) -> None:
+    """Run a command line: errors we know become one line and exit code 1, warnings become one line."""
     plain = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:

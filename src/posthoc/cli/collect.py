@@ -11,7 +11,7 @@ import typer
 from posthoc.cli.options import Engine
 
 if TYPE_CHECKING:
-    from posthoc.outputs import Outputs
+    from posthoc.collect.outputs import Outputs
 
 __all__ = ["collect"]
 
@@ -144,7 +144,7 @@ def collect(
 
             found = collect_with_ray(plan, out, batch_size=batch_size, actors=workers, force=force)
         else:
-            from posthoc.collecting import collect_to_folder
+            from posthoc.collect.to_folder import collect_to_folder
 
             opened = plan.open()
             readers = min(WORKERS, os.cpu_count() or 1) if opened.data.costly else 0

@@ -29,9 +29,9 @@ from posthoc.cli.options import (
 from posthoc.errors import FileError, OptionError
 
 if TYPE_CHECKING:
-    from posthoc.compare import Comparison, Row
-    from posthoc.method import Method
-    from posthoc.outputs import Outputs
+    from posthoc.base import Method
+    from posthoc.collect.outputs import Outputs
+    from posthoc.evaluate.compare import Comparison, Row
 
 __all__ = ["compare"]
 
@@ -68,7 +68,7 @@ def compare(
     posthoc compare 'test.npz[:5000]' --test 'test.npz[5000:]' --ood svhn.npz -o results
     posthoc compare fit.npz --test test.npz --methods map,fmgp --set fmgp.steps=2000 -o results
     """
-    from posthoc.compare import Comparison, Row
+    from posthoc.evaluate.compare import Comparison, Row
     from posthoc.methods import REGISTRY
 
     names = list(REGISTRY) if methods == "all" else asked(methods)
@@ -102,7 +102,7 @@ def compare(
 
 def write_tables(comparison: Comparison, folder: Path) -> None:
     """What there is so far: a long comparison may be interrupted."""
-    from posthoc.report.tables import csv_table, markdown_table
+    from posthoc.evaluate.report.tables import csv_table, markdown_table
 
     notes = "".join(f"\n- {note}" for note in comparison.notes())
     write(folder / "table.md", markdown_table(comparison.task, comparison.figures) + (f"{notes}\n" if notes else ""))
@@ -142,7 +142,7 @@ class Trial:
     def refused(self, *, asked: bool) -> str | None:
         """Why this method is not for such files, if that is known without them. Options that were asked for are wrong
         at once."""
-        from posthoc.compare import REFUSALS
+        from posthoc.evaluate.compare import REFUSALS
         from posthoc.methods import method_named
 
         if not method_named(self.name).black_box:
@@ -157,8 +157,8 @@ class Trial:
 
     def run(self) -> tuple[Row, dict[str, Any]]:
         """The row of this method, and all that is to be known of it."""
-        from posthoc.compare import Row
-        from posthoc.costs import machine, versions
+        from posthoc.evaluate.compare import Row
+        from posthoc.evaluate.cost import machine, versions
 
         told: list[str] = []
         try:
@@ -193,9 +193,9 @@ def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
 
 def in_this_process(trial: Trial) -> tuple[Row, dict[str, Any], list[str]]:
     """A trial's row, its method's configuration, and what it warned of."""
-    from posthoc.compare import trial as tried
-    from posthoc.costs import awake
     from posthoc.errors import PosthocWarning
+    from posthoc.evaluate.compare import trial as tried
+    from posthoc.evaluate.cost import awake
 
     data = {role: trial.files.open(role) for role in ("train", "test", "val", "ood")}
     awake(trial.device)
@@ -237,7 +237,7 @@ def by_method(options: dict[str, Any], names: list[str]) -> dict[str, dict[str, 
 
 def check(files: Files, task: Task | None, outputs_are: Kind | None) -> tuple[str, dict[str, str]]:
     """The task, and the sizes of the files in words, if they are all there and fit each other."""
-    from posthoc.compare import reread, task_of
+    from posthoc.evaluate.compare import reread, task_of
     from posthoc.methods import MAP
 
     data = {role: reread(role, files.open(role)) for role in files.paths}
@@ -256,7 +256,7 @@ def check(files: Files, task: Task | None, outputs_are: Kind | None) -> tuple[st
 
 def claimed(folder: Path, names: list[str], force: bool) -> Path:
     """A folder where none of these files, nor a table, is there yet (or may be replaced)."""
-    from posthoc.files import require_folder
+    from posthoc.io import require_folder
 
     there = [name for name in (*names, "table.md", "table.csv") if (folder / name).exists()]
     if there and not force:
@@ -267,7 +267,7 @@ def claimed(folder: Path, names: list[str], force: bool) -> Path:
 
 
 def write(path: Path, text: str) -> None:
-    from posthoc.files import atomic_path
+    from posthoc.io import atomic_path
 
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from posthoc.predictive import Predictive, RegressionPredictive
+    from posthoc.predictive.base import Predictive, RegressionPredictive
 
 __all__ = ["demo"]
 
@@ -20,8 +20,8 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the data, the network and the fit.")] = 0,
 ) -> None:
     """Trains a small network on noisy 1-D data with gaps, puts error bars on it, prints a table and draws a figure."""
-    from posthoc.files import require_writable
-    from posthoc.report.figures import require_matplotlib
+    from posthoc.evaluate.report.figures import require_matplotlib
+    from posthoc.io import require_writable
 
     # Before the work, not after it.
     require_matplotlib()
@@ -29,9 +29,8 @@ def demo(
     import torch
 
     from posthoc import FMGP, RBF
-    from posthoc.data.synthetic import heteroscedastic
-    from posthoc.experiments.synthetic import train_network
-    from posthoc.report.figures import error_bar_figure
+    from posthoc.cli.demo_data import heteroscedastic, train_network
+    from posthoc.evaluate.report.figures import error_bar_figure
 
     generator = torch.Generator().manual_seed(seed)
     train, calibration, test = (heteroscedastic(n, generator) for n in (400, 400, 2000))
@@ -62,7 +61,7 @@ def constant_noise(model: nn.Module, calibration: tuple[Tensor, Tensor], x: Tens
     """The bare network, with the one noise variance that is best on the calibration data."""
     import torch
 
-    from posthoc.predictive import RegressionPredictive
+    from posthoc.predictive.base import RegressionPredictive
 
     with torch.no_grad():
         residual, mean = calibration[1] - model(calibration[0]), model(x)
@@ -75,7 +74,7 @@ def print_table(rows: dict[str, Predictive], y: Tensor) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from posthoc.metrics import CQM, CRPS, NLL, Coverage
+    from posthoc.evaluate.metrics import CQM, CRPS, NLL, Coverage
 
     table = Table(title="on 2,000 test points")
     for column in ("", "NLL ↓", "CRPS ↓", "CQM ↓", "in 50 % interval", "in 95 % interval"):

@@ -28,13 +28,14 @@ def evaluate(
     """Scores a head on new data, beside the bare predictor (in regression: with its best constant noise)."""
     if json_ is not None:
         refuse(json_, force)
-    from posthoc import evaluation, methods
-    from posthoc.files import atomic_path
+    from posthoc import methods
+    from posthoc.evaluate.evaluate import evaluate as evaluate_method
+    from posthoc.io import atomic_path
 
     method = methods.load(head, device=device)
     rows = open_data(test, outputs, targets, features, inputs)
     elsewhere = open_data(ood, outputs, None, features, inputs) if ood is not None else None
-    figures = evaluation.evaluate(method, rows, ood=elsewhere)
+    figures = evaluate_method(method, rows, ood=elsewhere)
     show(figures, method.name, len(rows))
     if json_ is not None:
         with atomic_path(json_) as temporary:

@@ -22,8 +22,8 @@ from posthoc.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from posthoc.method import Method
-    from posthoc.outputs import Outputs
+    from posthoc.base import Method
+    from posthoc.collect.outputs import Outputs
 
 __all__ = ["fit"]
 
@@ -86,7 +86,7 @@ def fit(
         options["outputs_are"] = outputs_are.value
     if seed is not None:
         options["seed"] = seed
-    from posthoc.training.ranks import distributed
+    from posthoc.training.distributed import distributed
 
     begin = time.perf_counter()
     with distributed(device) as ranks:
@@ -109,8 +109,8 @@ def fit(
 def build(name: str, task: str, options: dict[str, Any], device: str | None) -> Method:
     """A method by name, with its options."""
     from posthoc.errors import OptionError
-    from posthoc.kernel_specs import kernel_from_spec
-    from posthoc.likelihoods import make_likelihood
+    from posthoc.kernels.registry import kernel_from_spec
+    from posthoc.likelihoods.base import make_likelihood
     from posthoc.methods import method_named
 
     options = dict(options)

@@ -12,7 +12,7 @@ import typer
 from posthoc.errors import FileError, OptionError
 
 if TYPE_CHECKING:
-    from posthoc.outputs import Outputs
+    from posthoc.collect.outputs import Outputs
 
 __all__ = [
     "Device",
@@ -57,7 +57,7 @@ def open_data(
     inputs: str | None = None,
 ) -> Outputs:
     """The outputs at a path, from the columns named where it is a table."""
-    from posthoc.storage import open_outputs
+    from posthoc.collect import open_outputs
 
     return open_outputs(path, columns=columns_named(outputs, targets, features, inputs))
 
@@ -99,7 +99,7 @@ def read_config(path: Path | None, settings: list[str]) -> dict[str, Any]:
 
 def refuse(path: Path, force: bool) -> None:
     """Refuses, before the work and not after it, to overwrite a file or to write where one cannot."""
-    from posthoc.files import require_writable
+    from posthoc.io import require_writable
 
     require_writable(path)
     if path.exists() and not force:

@@ -24,7 +24,7 @@ def predict(
     force: Force = False,
 ) -> None:
     """Predicts with a head: a table of row, mean, std (regression) or row, label, probs, entropy, std (classes)."""
-    from posthoc.predictions import require_table, write_predictions
+    from posthoc.cli.table import require_table, write_predictions
 
     refuse(out, force)
     require_table(out)

@@ -24,7 +24,7 @@ def report(
     \b
     posthoc report results -o report.html
     """
-    from posthoc.report.page import write_report
+    from posthoc.evaluate.report.page import write_report
 
     refuse(out, force)
     found = write_report(results, out)

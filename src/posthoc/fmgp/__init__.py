@@ -1,5 +1,5 @@
 """Fixed-mean Gaussian processes."""
 
-from posthoc.fmgp.model import FMGP
+from posthoc.fmgp.estimator import FMGP
 
 __all__ = ["FMGP"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.covariance import output_covariance
-from posthoc.latent import Latent
+from posthoc.fmgp.output_covariance import OutputCovariance
+from posthoc.predictive.latent import Latent
 
 __all__ = ["CoupledLatent", "LowRankLatent", "SeparableLatent"]
 

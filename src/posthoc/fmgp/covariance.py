@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from posthoc.linalg import cholesky
+from posthoc.numerics import cholesky
 
 __all__ = ["Correction", "correction", "kl_divergence", "marginal_variance", "output_covariance"]
 

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 import torch
 
-from posthoc.fmgp.building import Layout, build
-from posthoc.fmgp.head import Head
-from posthoc.fmgp.novelty import Novelty
+from posthoc.base import Job
+from posthoc.collect.outputs import Outputs
+from posthoc.fmgp.build import Layout, build
+from posthoc.fmgp.coordinates import Coordinates, DrawnBatches, FreshBatches, PointView
+from posthoc.fmgp.fitted import Head
+from posthoc.fmgp.inducing_points import Inducing
 from posthoc.fmgp.objective import Objective, TrainingBatch
-from posthoc.fmgp.plans import SCALED, Plan
-from posthoc.fmgp.points import Coordinates, DrawnBatches, FreshBatches, PointView
+from posthoc.fmgp.ood import Novelty
 from posthoc.fmgp.process import Process
 from posthoc.fmgp.scoring import validation_score
-from posthoc.inducing import Inducing
-from posthoc.kernels import Constant, Kernel
-from posthoc.likelihoods import Categorical, Likelihood
-from posthoc.method import Job
-from posthoc.outputs import Outputs
-from posthoc.sharpness import best_inverse
+from posthoc.fmgp.selection import SCALED, Plan
+from posthoc.kernels.base import Constant, Kernel
+from posthoc.likelihoods.base import Categorical, Likelihood
+from posthoc.likelihoods.temperature import best_inverse
 from posthoc.training import History, Ranks, Source, Training, few_threads, train
 
 __all__ = ["SMALL", "TYPICAL", "Maker"]

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.fmgp.coupled import CoupledLatent, LowRankLatent, SeparableLatent
-from posthoc.fmgp.coupling import OutputCovariance
 from posthoc.fmgp.covariance import Correction, correction, marginal_variance
-from posthoc.inducing import Inducing
-from posthoc.kernels import Kernel, Points, gram
-from posthoc.latent import IndependentLatent, Latent
+from posthoc.fmgp.inducing_points import Inducing
+from posthoc.fmgp.output_covariance import OutputCovariance
+from posthoc.kernels.base import Kernel, Points, gram
+from posthoc.predictive.latent import IndependentLatent, Latent
 
 __all__ = ["Process"]
 

@@ -1,8 +1,8 @@
 """The law of a network's residuals, learnt with their variance: delays and prices are skewed and have long tails.
 
 A Gaussian would say too little of such residuals, and the variance it learns would follow the few largest. So a small
-mixture of normals is learnt with the variance, and at the end a finer one (see `posthoc.law`) from residuals that the
-variance was not fitted to, or from so many that it does not matter.
+mixture of normals is learnt with the variance, and at the end a finer one (see `posthoc.predictive.residual_mixture`)
+from residuals that the variance was not fitted to, or from so many that it does not matter.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, TypeGuard, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from posthoc.fmgp.head import Head
-from posthoc.latent import Latent
-from posthoc.law import NORMAL, Law
-from posthoc.likelihoods import Gaussian, Likelihood
-from posthoc.method import Job
-from posthoc.outputs import Outputs
-from posthoc.predictive import Predictive, RegressionPredictive
+from posthoc.base import Job
+from posthoc.collect.outputs import Outputs
+from posthoc.fmgp.fitted import Head
+from posthoc.likelihoods.base import Gaussian, Likelihood
+from posthoc.predictive.base import Predictive, RegressionPredictive
+from posthoc.predictive.latent import Latent
+from posthoc.predictive.residual_mixture import NORMAL, Law
 from posthoc.training import Ranks, side_by_side
 
 __all__ = ["LearntResiduals", "with_law"]

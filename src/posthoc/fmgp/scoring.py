@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from posthoc.fmgp.head import Head
-from posthoc.outputs import Outputs
-from posthoc.predictive import ClassificationPredictive
+from posthoc.collect.outputs import Outputs
+from posthoc.fmgp.fitted import Head
+from posthoc.predictive.base import ClassificationPredictive
 from posthoc.training import Ranks
 
 __all__ = ["log_probs", "validation_score"]

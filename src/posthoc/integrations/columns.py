@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from posthoc.batches import TARGET_KEYS
+from posthoc.collect.loaders import TARGET_KEYS
 from posthoc.errors import DataError, OptionError
 from posthoc.integrations.images import read_image
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from posthoc.backbone import Backbone
+from posthoc.collect.network import Backbone
 from posthoc.integrations.datasets import Rows, open_data
 from posthoc.integrations.predictors import open_predictor
 from posthoc.integrations.transforms import Collate

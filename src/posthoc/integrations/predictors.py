@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from posthoc.backbone import Backbone
+from posthoc.collect.fingerprint import fingerprint
+from posthoc.collect.network import Backbone
 from posthoc.errors import FileError, OptionError
-from posthoc.fingerprints import fingerprint
 from posthoc.integrations.digests import file_digest
 from posthoc.integrations.graphs import load_exported, load_torchscript
 from posthoc.integrations.imports import import_object, require_trust

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from posthoc import methods
-from posthoc.checks import integer
-from posthoc.collecting import Span, SpanReader, row_count, spans, write_to_folder
+from posthoc.base import Method
+from posthoc.collect.outputs import Outputs, join
+from posthoc.collect.to_folder import Span, SpanReader, row_count, spans, write_to_folder
 from posthoc.errors import OptionError, PosthocError
 from posthoc.integrations.extras import require
 from posthoc.integrations.plan import Plan
-from posthoc.method import Method
-from posthoc.outputs import Outputs, join
-from posthoc.predictive import Predictive
+from posthoc.predictive.base import Predictive
+from posthoc.validation import integer
 
 __all__ = ["collect_with_ray", "predict_with_ray"]
 
@@ -75,7 +75,7 @@ def predict_with_ray(
 
     Every machine must see both paths; `load(path, device=...)` makes a method of the head.
     """
-    from posthoc.storage import open_outputs
+    from posthoc.collect import open_outputs
 
     integer("rows", rows, 1)
     head, outputs = os.path.abspath(head), os.path.abspath(outputs)
@@ -108,7 +108,7 @@ class Predicting:
         columns: Mapping[str, str | list[str]] | None,
         covariance: bool,
     ) -> None:
-        from posthoc.storage import open_outputs
+        from posthoc.collect import open_outputs
 
         self.method = load(head, device="cuda" if torch.cuda.is_available() else None)
         self.outputs, self.covariance = open_outputs(outputs, columns=columns), covariance

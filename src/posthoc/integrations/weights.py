@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posthoc.backbone import Backbone
+from posthoc.collect.network import Backbone
 from posthoc.errors import FileError
 
 __all__ = ["load_weights", "only_tensors", "read_weights", "sized_for", "weights_file"]

@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from posthoc.base import Method
 from posthoc.errors import FileError, OptionError
-from posthoc.files import read_head
 from posthoc.fmgp import FMGP
-from posthoc.method import Method
-from posthoc.methods.dropout import Dropout
-from posthoc.methods.ella import ELLA
-from posthoc.methods.ensemble import Ensemble
+from posthoc.io import read_head
 from posthoc.methods.gp import GP
-from posthoc.methods.hmc import HMC
-from posthoc.methods.laplace import Laplace
+from posthoc.methods.laplace.laplace import Laplace
 from posthoc.methods.laplace_torch import LaplaceTorch
 from posthoc.methods.map import MAP
-from posthoc.methods.mfvi import MFVI
-from posthoc.methods.sngp import SNGP
+from posthoc.methods.ntk.ella import ELLA
+from posthoc.methods.ntk.valla import VaLLA
 from posthoc.methods.temperature import Temperature
-from posthoc.methods.valla import VaLLA
 from posthoc.methods.vector import Vector
+from posthoc.methods.weights.dropout import Dropout
+from posthoc.methods.weights.ensemble import Ensemble
+from posthoc.methods.weights.hmc import HMC
+from posthoc.methods.weights.mfvi import MFVI
+from posthoc.methods.weights.sngp import SNGP
 
 __all__ = [
     "ELLA",

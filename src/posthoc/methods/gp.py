@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from posthoc.checks import choice, integer
+from posthoc.base import Job, Method
+from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, LayerError, OptionError
+from posthoc.fmgp.coordinates import Coordinates, DrawnBatches, PointView, location_and_scale
+from posthoc.fmgp.inducing_points import kmeans
 from posthoc.fmgp.objective import TrainingBatch
-from posthoc.fmgp.points import Coordinates, DrawnBatches, PointView, location_and_scale
-from posthoc.inducing import kmeans
 from posthoc.integrations.extras import require
-from posthoc.latent import IndependentLatent
-from posthoc.likelihoods import Gaussian, Likelihood, columns
-from posthoc.method import Job, Method
-from posthoc.outputs import Outputs
-from posthoc.predictive import Predictive, working_dtype
+from posthoc.likelihoods.base import Gaussian, Likelihood, columns
+from posthoc.predictive.base import Predictive, working_dtype
+from posthoc.predictive.latent import IndependentLatent
 from posthoc.saved import Saved
 from posthoc.training import History, Ranks, Training, train
+from posthoc.validation import choice, integer
 
 if TYPE_CHECKING:
     from posthoc.methods.gp_processes import Posterior, Process

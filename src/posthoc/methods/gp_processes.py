@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from posthoc.errors import TrainingError
-from posthoc.latent import IndependentLatent
-from posthoc.likelihoods import Gaussian
-from posthoc.linalg import cholesky
+from posthoc.likelihoods.base import Gaussian
+from posthoc.numerics import cholesky
+from posthoc.predictive.latent import IndependentLatent
 
 __all__ = ["Exact", "Posterior", "Process", "Sparse", "rebuilt"]
 

@@ -11,20 +11,20 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from posthoc.batches import Batch
-from posthoc.checks import choice, integer
+from posthoc.base import Job
+from posthoc.collect.loaders import Batch
+from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
 from posthoc.integrations.extras import require
-from posthoc.latent import Latent
-from posthoc.likelihoods import Categorical, Gaussian, Likelihood
-from posthoc.method import Job
-from posthoc.methods.evidence import best_evidence
-from posthoc.methods.laplace import FEW_OUTPUTS, check_classes, checked_prior, linearised
-from posthoc.methods.network import NetworkMethod
-from posthoc.methods.posterior import settle_noise
-from posthoc.outputs import Outputs
-from posthoc.predictive import Predictive
+from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood
+from posthoc.methods.laplace.laplace import FEW_OUTPUTS, check_classes, checked_prior, linearised
+from posthoc.methods.laplace.marginal_likelihood import best_evidence
+from posthoc.methods.laplace.posterior import settle_noise
+from posthoc.methods.weights.network import NetworkMethod
+from posthoc.predictive.base import Predictive
+from posthoc.predictive.latent import Latent
 from posthoc.saved import Saved
+from posthoc.validation import choice, integer
 
 __all__ = ["LaplaceTorch"]
 

@@ -7,9 +7,9 @@ from typing import Self
 
 from torch import nn
 
-from posthoc.likelihoods import NOISE_FLOOR, Categorical, Gaussian, Likelihood
-from posthoc.method import Job, Method
-from posthoc.methods.likelihood_only import LikelihoodOnly
+from posthoc.base import Job, Method
+from posthoc.likelihoods.base import NOISE_FLOOR, Categorical, Gaussian, Likelihood
+from posthoc.methods.calibrator import LikelihoodOnly
 
 __all__ = ["MAP"]
 

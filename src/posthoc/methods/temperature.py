@@ -7,11 +7,11 @@ import warnings
 
 from torch import nn
 
+from posthoc.base import Job
 from posthoc.errors import OptionError, PosthocWarning
-from posthoc.likelihoods import Categorical, Likelihood
-from posthoc.method import Job
-from posthoc.methods.likelihood_only import LikelihoodOnly
-from posthoc.sharpness import best_inverse, limit_reached
+from posthoc.likelihoods.base import Categorical, Likelihood
+from posthoc.likelihoods.temperature import best_inverse, limit_reached
+from posthoc.methods.calibrator import LikelihoodOnly
 
 __all__ = ["Temperature"]
 

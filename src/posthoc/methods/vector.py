@@ -10,15 +10,15 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from posthoc.checks import integer
+from posthoc.base import Job
+from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
-from posthoc.likelihoods import Categorical, Likelihood
-from posthoc.method import Job
+from posthoc.likelihoods.base import Categorical, Likelihood
+from posthoc.likelihoods.temperature import limit_reached, parts
 from posthoc.methods.temperature import Temperature
-from posthoc.outputs import Outputs
-from posthoc.predictive import Predictive, working_dtype
+from posthoc.predictive.base import Predictive, working_dtype
 from posthoc.saved import Saved
-from posthoc.sharpness import limit_reached, parts
+from posthoc.validation import integer
 
 __all__ = ["Vector"]
 

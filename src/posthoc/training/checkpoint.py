@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posthoc.checks import integer
 from posthoc.errors import FileError
-from posthoc.files import lock, read_tensors, require_folder, write_tensors
-from posthoc.training.flat import Flat
-from posthoc.training.keeper import Keeper
+from posthoc.io import lock, read_tensors, require_folder, write_tensors
+from posthoc.training.adam import Flat
+from posthoc.training.distributed import Ranks
+from posthoc.training.early_stopping import Keeper
 from posthoc.training.options import History
-from posthoc.training.ranks import Ranks
+from posthoc.validation import integer
 
 __all__ = ["Checkpoint"]
 

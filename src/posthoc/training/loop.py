@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from posthoc.errors import TrainingError
+from posthoc.progress import progress_bar
+from posthoc.training.adam import Flat
+from posthoc.training.batches import Source
 from posthoc.training.checkpoint import Checkpoint
-from posthoc.training.flat import Flat
-from posthoc.training.graph import GraphSteps
-from posthoc.training.keeper import Keeper
+from posthoc.training.cuda_graph import GraphSteps
+from posthoc.training.distributed import Ranks
+from posthoc.training.early_stopping import Keeper
 from posthoc.training.options import History, Training
-from posthoc.training.progress import progress_bar
-from posthoc.training.ranks import Ranks
 from posthoc.training.recorded import RecordedSteps
-from posthoc.training.source import Source
 from posthoc.training.steps import PlainSteps, Steps
 from posthoc.training.threads import may_go_on, speaks
 

@@ -6,8 +6,8 @@ import math
 import struct
 from dataclasses import dataclass, field
 
-from posthoc.checks import integer
 from posthoc.errors import OptionError
+from posthoc.validation import integer
 
 __all__ = ["History", "Training"]
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from posthoc.linalg import blindly
-from posthoc.training.flat import Flat
-from posthoc.training.source import Block, Source, tensors
+from posthoc.numerics import blindly
+from posthoc.training.adam import Flat
+from posthoc.training.batches import Block, Source, tensors
 from posthoc.training.steps import PlainSteps
 
 __all__ = ["RecordedSteps"]

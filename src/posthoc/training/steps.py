@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from posthoc.training.flat import Flat
-from posthoc.training.ranks import Ranks
-from posthoc.training.source import Block
+from posthoc.training.adam import Flat
+from posthoc.training.batches import Block
+from posthoc.training.distributed import Ranks
 
 __all__ = ["PlainSteps", "Steps"]
 

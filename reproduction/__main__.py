@@ -1,0 +1,73 @@
+"""`python -m reproduction NAME`: the tables and figures of the paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from posthoc.cli.app import run
+from reproduction.experiments import EXPERIMENTS, Request, experiment_named
+
+__all__ = ["reproduce"]
+
+
+def reproduce(
+    name: Annotated[str, typer.Argument(help="The experiment; `list` shows them all.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the results.")] = Path("results"),
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(help="A folder with the data. Default: the one that POSTHOC_DATA names, if it does."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 0 on.")] = 5,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+    methods: Annotated[str, typer.Option(help="Names with commas between, or all.")] = "all",
+    cases: Annotated[str, typer.Option(help="Networks or data sets, with commas between, or all.")] = "all",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="A few rows and steps, to see that it works.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Run again what was run before.")] = False,
+) -> None:
+    """Reproduces an experiment of the paper: one JSON file a run, then tables and figures.
+
+    Runs that are there already are not made again, so the same command goes on where it was stopped.
+    posthoc report shows the results as a page.
+
+    \b
+    python -m reproduction list
+    python -m reproduction cifar10 --data-dir data --seeds 3 --device cuda
+    """
+    if name == "list":
+        width = max(map(len, EXPERIMENTS))
+        for known, (_, _, words) in EXPERIMENTS.items():
+            typer.echo(f"{known:<{width}}  {words}")
+        return
+    experiment = experiment_named(name)
+    request = Request(
+        out=out,
+        seeds=tuple(range(first_seed, first_seed + seeds)),
+        methods=split(methods),
+        cases=split(cases),
+        data_dir=data_dir,
+        device=device,
+        quick=quick,
+        force=force,
+        say=typer.echo,
+    )
+    experiment.reproduce(request)
+    table = out / experiment.name / "table.md"
+    if table.exists():
+        Console().print(escape(table.read_text(encoding="utf-8")), highlight=False, soft_wrap=True)
+
+
+def split(names: str) -> tuple[str, ...] | None:
+    """Names, or None for all."""
+    return None if names == "all" else tuple(name.strip() for name in names.split(","))
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(reproduce)
+    run(app)

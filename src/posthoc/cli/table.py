@@ -1,0 +1,108 @@
+"""Predictions as a table: one row a point, written as they come, as Parquet or CSV."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posthoc.errors import MissingExtraError, OptionError
+from posthoc.io import atomic_path
+from posthoc.predictive.base import ClassificationPredictive, Predictive
+
+__all__ = ["require_table", "write_predictions"]
+
+Columns = dict[str, np.ndarray[Any, Any]]
+
+
+def write_predictions(parts: Iterable[Predictive], path: str | os.PathLike[str]) -> int:
+    """Writes row, mean and std of a regression, or row, label, probs, entropy and std (of the logit of the predicted
+    class), and says how many rows. The file is whole or not there."""
+    write = require_table(path)
+    done = 0
+    with atomic_path(path) as temporary, write(temporary) as add:
+        for part in parts:
+            add(columns(part, done))
+            done += len(part)
+    return done
+
+
+def columns(part: Predictive, first: int) -> Columns:
+    """The columns of some rows, counted from `first`."""
+    part = part.cpu()
+    table: Columns = {"row": np.arange(first, first + len(part))}
+    if isinstance(part, ClassificationPredictive):
+        probs = part.probs
+        label = probs.argmax(-1)
+        table["label"], table["probs"] = label.numpy(), probs.numpy()
+        table["entropy"] = part.entropy().numpy()
+        table["std"] = part.std.gather(-1, label[:, None]).squeeze(-1).numpy()
+        return table
+    for name, values in (("mean", part.mean.to(part.std.dtype)), ("std", part.std)):
+        table[name] = (values.squeeze(-1) if values.ndim == 2 and values.shape[1] == 1 else values).numpy()
+    return table
+
+
+def require_table(path: str | os.PathLike[str]) -> Callable[[Path], Any]:
+    """How to write a table of that suffix, if it can be: to be asked before the work, not after it."""
+    suffix = Path(path).suffix
+    if suffix == ".csv":
+        return write_csv
+    if suffix != ".parquet":
+        raise OptionError(f"Expected a table to write, a .parquet or a .csv, got {Path(path).name!r}.")
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("pyarrow", "parquet", "Writing Parquet") from error
+    return write_parquet
+
+
+@contextmanager
+def write_parquet(path: Path) -> Iterator[Callable[[Columns], None]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    writer: Any = None
+
+    def add(table: Columns) -> None:
+        nonlocal writer
+        arrays = {
+            name: pa.array(values)
+            if values.ndim == 1
+            else pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+            for name, values in table.items()
+        }
+        block = pa.table(arrays)
+        if writer is None:
+            writer = pq.ParquetWriter(path, block.schema)
+        writer.write_table(block)
+
+    try:
+        yield add
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+@contextmanager
+def write_csv(path: Path) -> Iterator[Callable[[Columns], None]]:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+
+        def add(table: Columns) -> None:
+            flat = {}
+            for name, values in table.items():
+                if values.ndim == 1:
+                    flat[name] = values.tolist()
+                else:
+                    flat |= {f"{name}_{i}": values[:, i].tolist() for i in range(values.shape[1])}
+            if not file.tell():
+                writer.writerow(flat)
+            writer.writerows(zip(*flat.values(), strict=True))
+
+        yield add

@@ -1,0 +1,178 @@
+"""`Outputs`: what a predictor looked at, what it said and what was true, one row a point. All a method needs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posthoc.collect.arrays import as_tensor
+from posthoc.collect.loaders import iterate
+from posthoc.collect.network import Backbone, Reading
+from posthoc.errors import DataError
+from posthoc.validation import as_rows, require_finite
+
+__all__ = ["Outputs", "collect"]
+
+HASHED_WHOLE, HASHED_ROWS = 2**30, 2**16
+"""Up to so many bytes all rows are hashed; beyond, so many of them, evenly spaced."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """A predictor's outputs on N points, with the targets and, where known, the features and inputs behind them.
+
+    Tensors, NumPy arrays or nested lists; features and inputs of more than two dimensions are flattened to rows.
+    """
+
+    outputs: Tensor  # (N,) or (N, C), real
+    targets: Tensor | None = None  # (N,) of classes, or as outputs
+    features: Tensor | None = None  # (N, D)
+    inputs: Tensor | None = None  # (N, D)
+
+    def __post_init__(self) -> None:
+        for name in ("outputs", "targets", "features", "inputs"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            tensor = as_tensor(value).detach()
+            if tensor.ndim < 1:
+                raise DataError(f"Expected {name} with one row a point, got a single number.")
+            if name in ("features", "inputs"):
+                tensor = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
+            require_finite(tensor, name)
+            object.__setattr__(self, name, tensor if name == "outputs" else tensor.to(self.outputs.device))
+            if len(tensor) != len(self.outputs):
+                raise DataError(
+                    f"Expected as many rows of {name} as of outputs, {len(self.outputs)}, got {len(tensor)}."
+                )
+        if not self.outputs.is_floating_point():
+            raise DataError(f"Expected real-valued outputs, got {self.outputs.dtype}.")
+
+    @classmethod
+    def trusted(cls, **parts: Tensor | None) -> Outputs:
+        """Outputs of tensors that were checked before, such as those of a mapped file: their values are not read."""
+        outputs = object.__new__(cls)
+        for field in fields(cls):
+            object.__setattr__(outputs, field.name, parts.get(field.name))
+        return outputs
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def __getitem__(self, rows: Any) -> Outputs:
+        rows = as_rows(rows)
+        return self._map(lambda part: part[rows])
+
+    def space(self, name: str) -> Tensor | None:
+        """A block of kernel coordinates by name: "features", "inputs" or "outputs"."""
+        block: Tensor | None = getattr(self, name)
+        if block is None or block.ndim == 2:
+            return block
+        return block.flatten(1) if block.ndim > 2 else block[:, None]
+
+    def to(self, device: torch.device) -> Outputs:
+        """The same on a device."""
+        return self._map(lambda part: part.to(device, non_blocking=part.is_pinned()))
+
+    def pinned(self) -> Outputs:
+        """A copy in memory that a GPU reads from without the processor's help."""
+        return self._map(lambda part: part.pin_memory())
+
+    def spread(self, most: int) -> Outputs:
+        """At most so many rows from all over: enough to take units from, however many there are. One at random from
+        each stretch, so that what repeats itself in the data is not met at the same place every time."""
+        if len(self) <= most:
+            return self
+        draws = torch.rand(most, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        rows = ((torch.arange(most) + draws) * (len(self) / most)).long().clamp_max(len(self) - 1)
+        return self[rows.to(self.outputs.device)]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all of it."""
+        parts = (getattr(self, field.name) for field in fields(self))
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    def digest(self) -> dict[str, Any]:
+        """What tells these outputs from others: shapes and a hash of the values, or of some of very many rows."""
+        rows = self if self.nbytes <= HASHED_WHOLE else self.spread(HASHED_ROWS)
+        hashed = hashlib.sha256()
+        shapes = {}
+        for field in fields(self):
+            part, some = getattr(self, field.name), getattr(rows, field.name)
+            if part is not None:
+                shapes[field.name] = [str(part.dtype), *part.shape]
+                hashed.update(some.detach().cpu().contiguous().view(torch.uint8).numpy())
+        return {**shapes, "sha256": hashed.hexdigest()}
+
+    def only(self, *names: str) -> Outputs:
+        """The same without features or inputs that nobody reads."""
+        return Outputs.trusted(**{name: getattr(self, name) for name in ("outputs", "targets", *names)})
+
+    def with_targets(self, targets: Tensor) -> Outputs:
+        """The same with these targets, which were checked elsewhere."""
+        return Outputs.trusted(**{**vars(self), "targets": targets})
+
+    def with_outputs(self, outputs: Tensor) -> Outputs:
+        """The same with these outputs, which were checked elsewhere."""
+        return Outputs.trusted(**{**vars(self), "outputs": outputs})
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
+        changed = object.__new__(Outputs)  # what was checked once need not be checked again
+        for field in fields(self):
+            part = getattr(self, field.name)
+            object.__setattr__(changed, field.name, None if part is None else change(part))
+        return changed
+
+
+def collect(backbone: Backbone, data: Any, *, features: bool, inputs: bool, batch_size: int = 256) -> Outputs:
+    """Runs the predictor once over the data and keeps what it said."""
+    with backbone.running(features=features, inputs=inputs) as run:
+        readings = [run(batch) for batch in iterate(data, batch_size)]
+    return join(readings)
+
+
+def read(reading: Reading) -> Outputs:
+    """One batch, whose numbers the backbone has looked at."""
+    if reading.outputs.ndim < 1:
+        raise DataError("Expected outputs in batches, got a single number.")
+    if not reading.outputs.is_floating_point():
+        raise DataError(f"Expected real-valued outputs, got {reading.outputs.dtype}.")
+    return Outputs.trusted(outputs=reading.outputs, features=reading.features, inputs=reading.inputs)
+
+
+def join(readings: list[Reading]) -> Outputs:
+    """Batches of readings as one."""
+    readings = [r for r in readings if r.outputs.ndim and len(r.outputs)]
+    if not readings:
+        raise DataError("Expected at least one data point, got none: the loader is empty.")
+    for reading in readings:
+        reading.settle()
+    columns = Reading(*zip(*readings, strict=True))
+    outputs = stack(columns.outputs, "outputs")
+    assert outputs is not None
+    return Outputs(
+        outputs,
+        stack(columns.target, "targets"),
+        stack(columns.features, "features"),
+        stack(columns.inputs, "inputs"),
+    )
+
+
+def stack(parts: Any, name: str) -> Tensor | None:
+    present = [as_tensor(part) for part in parts if part is not None]
+    if not present:
+        return None
+    if len(present) != len(parts):
+        raise DataError(f"Expected {name} in every batch, got them in {len(present)} of {len(parts)}.")
+    if any(part.ndim < 1 for part in present):
+        raise DataError(f"Expected {name} in batches, got single numbers: put the data into a DataLoader, or stack it.")
+    widths = {tuple(part.shape[1:]) for part in present}
+    if len(widths) > 1:
+        raise DataError(f"Expected {name} of one width, got batches of widths {sorted(widths)}.")
+    return torch.cat(present)

@@ -1,0 +1,1 @@
+"""How good predictions are: metrics, comparisons, plots and the report."""

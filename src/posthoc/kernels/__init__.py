@@ -1,0 +1,1 @@
+"""Kernels: RBF, Matérn, linear, constant and white, their sums and products, and those of GPyTorch."""

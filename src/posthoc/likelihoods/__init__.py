@@ -1,0 +1,1 @@
+"""Likelihoods: how an observation comes from the latent outputs."""

@@ -1,0 +1,1 @@
+"""The Laplace approximation of the last layer."""

@@ -1,0 +1,1 @@
+"""Methods made of the neural tangent kernel: ELLA and VaLLA."""

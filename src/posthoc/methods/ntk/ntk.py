@@ -1,0 +1,260 @@
+"""The neural tangent kernel, J(x) J(x')ᵀ with J the gradients of a network's outputs in its weights: of all of them by
+automatic differentiation, of the last layer's in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vjp, vmap
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from posthoc.collect.class_scores import as_logits
+from posthoc.collect.lending import copied
+from posthoc.collect.loaders import Batch
+from posthoc.collect.network import read_outputs
+from posthoc.errors import DataError, OptionError
+from posthoc.kernels.base import Linear, Points, Space
+
+__all__ = ["Jacobian", "LastLayerNTK", "Pair", "draw_pairs", "gradients", "products"]
+
+CHUNK_BYTES = 2**28
+"""Gradients are written out so many bytes at a time, but for at least one row,"""
+ROWS, DIRECTIONS = 128, 8
+"""and directional derivatives taken of so many rows, in so many directions at once."""
+WEIGHTS = 2**16
+"""Products of gradients are summed over so many weights at once."""
+
+
+class Jacobian:
+    """J(x): the gradients of a network's outputs (C) in its weights (P), those that are not frozen. Call it while the
+    network is in eval mode. Networks that `torch.func` cannot see through are differentiated a row at a time."""
+
+    def __init__(self, module: nn.Module, task: str) -> None:
+        self.module, self.task = module, task
+        if not self.weights:
+            raise OptionError(
+                'weights="all" needs weights that are not frozen, got a network with requires_grad=False throughout: '
+                'call requires_grad_(True) on it, or use weights="last".'
+            )
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights by name, as they are now."""
+        return {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return sum(weight.numel() for weight in self.weights.values())
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of the gradients of one output."""
+        return sum(weight.numel() * weight.element_size() for weight in self.weights.values())
+
+    def answer(self, weights: dict[str, Tensor], batch: Batch) -> Tensor:  # (N, C)
+        """What the network says of a batch with these weights."""
+        mine = copied(batch)
+        said = read_outputs(functional_call(self.module, weights, mine.args, mine.kwargs)).reshape(count(batch), -1)
+        return as_logits(said, "logits") if self.task == "classification" and said.shape[1] == 1 else said
+
+    def pull(
+        self,
+        batch: Batch,
+        combinations: Tensor,  # (N, R, C), of each row's outputs
+    ) -> Tensor:  # (N, R, P)
+        """The gradients of combinations of the outputs: J(x) itself where these are an identity."""
+        with torch.inference_mode(False):
+            batch, weights = recorded(batch), self.weights
+            leaves, spec = tree_flatten((batch.args, batch.kwargs))
+            rows = count(batch)
+            by_row = [is_rows(leaf, rows) for leaf in leaves]
+
+            def one(combination: Tensor, *row: Any) -> Tensor:
+                alone = [leaf[None] if mine else leaf for leaf, mine in zip(row, by_row, strict=True)]
+                args, kwargs = tree_unflatten(alone, spec)
+                back = vjp(lambda w: self.answer(w, Batch(args, kwargs, None)).squeeze(0), weights)[1]
+                (gradient,) = vmap(back)(combination)
+                return torch.cat([part.flatten(1) for part in gradient.values()], -1)
+
+            try:
+                return vmap(one, (0, *(0 if mine else None for mine in by_row)))(combinations, *leaves)
+            except RuntimeError:
+                return torch.stack(
+                    [self._slowly(part, c) for part, c in zip(pieces(batch, 1), combinations, strict=True)]
+                )
+
+    def _slowly(self, row: Batch, combinations: Tensor) -> Tensor:
+        """One row's gradients, by nothing but the network's own backward pass."""
+        with torch.enable_grad():
+            weights = {name: weight.requires_grad_() for name, weight in self.weights.items()}
+            said = self.answer(weights, row)[0]
+            found = []
+            for combination in combinations:
+                parts = torch.autograd.grad(
+                    said, list(weights.values()), combination.to(said), retain_graph=True, allow_unused=True
+                )
+                kept = [w.new_zeros(w.shape) if g is None else g for w, g in zip(weights.values(), parts, strict=True)]
+                found.append(torch.cat([part.reshape(-1) for part in kept]))
+            return torch.stack(found)
+
+    def push(
+        self,
+        batch: Batch,
+        directions: Tensor,  # (K, P)
+    ) -> Tensor:  # (N, C, K)
+        """J(x) times directions in the space of weights, forward: J(x) is never written out."""
+        return torch.cat([self._push(part, directions) for part in pieces(batch, ROWS)])
+
+    def _push(self, batch: Batch, directions: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            batch, weights = recorded(batch), self.weights
+            sizes = [weight.numel() for weight in weights.values()]
+            split = directions.split(sizes, -1)
+            tangents = {n: d.reshape(-1, *w.shape).to(w) for (n, w), d in zip(weights.items(), split, strict=True)}
+
+            def moved(tangent: dict[str, Tensor]) -> Tensor:
+                return jvp(lambda w: self.answer(w, batch), (weights,), (tangent,))[1]
+
+            try:
+                return vmap(moved, chunk_size=DIRECTIONS)(tangents).permute(1, 2, 0)
+            except RuntimeError:
+                return torch.cat([j @ directions.to(j).mT for j in self.written(batch)])
+
+    def written(self, batch: Batch) -> Iterator[Tensor]:  # of (n, C, P)
+        """J(x), some rows at a time."""
+        with torch.no_grad():
+            outputs = self.answer(self.weights, next(pieces(batch, 1))).shape[1]
+        each = torch.eye(outputs, device=next(iter(self.weights.values())).device)
+        for part in pieces(batch, max(1, CHUNK_BYTES // (outputs * self.row_bytes))):
+            dtype = next(iter(self.weights.values())).dtype
+            yield self.pull(part, each.to(dtype).expand(count(part), -1, -1))
+
+
+class Pair(NamedTuple):
+    """One output at one point."""
+
+    row: Batch
+    output: int
+
+
+def draw_pairs(
+    jacobian: Jacobian, batches: Iterator[Batch], most: int, generator: torch.Generator
+) -> tuple[list[Pair], int, int]:
+    """Up to so many different pairs of a point and an output, drawn in one pass; how many points and outputs there
+    were. Every pair has a random number, and those with the smallest are kept."""
+    kept: list[tuple[float, Pair]] = []
+    points = outputs = 0
+    for batch in batches:
+        rows = count(batch)
+        if not rows:
+            continue
+        if not outputs:
+            with torch.no_grad():
+                outputs = jacobian.answer(jacobian.weights, next(pieces(batch, 1))).shape[1]
+        numbers = torch.rand(rows * outputs, dtype=torch.float64, generator=generator)
+        limit = kept[-1][0] if len(kept) == most else 1.0
+        for at in numbers.argsort()[:most].tolist():
+            number = float(numbers[at])
+            if number >= limit:
+                break
+            kept.append((number, Pair(taken(batch, at // outputs), at % outputs)))
+        kept = sorted(kept, key=lambda entry: entry[0])[:most]
+        points += rows
+    if not points:
+        raise DataError("Expected at least one data point, got none: the loader is empty.")
+    return [pair for _, pair in kept], points, outputs
+
+
+def gradients(jacobian: Jacobian, pairs: list[Pair], outputs: int) -> Tensor:  # (M, P)
+    """The gradient of each pair's output at its point."""
+    size, found = max(1, CHUNK_BYTES // jacobian.row_bytes), []
+    weight = next(iter(jacobian.weights.values()))
+    for _, alike in groupby(pairs, key=lambda pair: shapes(pair.row)):  # sequences come in many lengths
+        group = list(alike)
+        for some in (group[i : i + size] for i in range(0, len(group), size)):
+            chosen = torch.tensor([pair.output for pair in some])
+            one_hot = nn.functional.one_hot(chosen, outputs).to(weight)
+            found.append(jacobian.pull(joined([pair.row for pair in some]), one_hot[:, None]).squeeze(1))
+    return torch.cat(found)
+
+
+def products(
+    a: Tensor,  # (..., N, P)
+    b: Tensor,  # (..., M, P)
+) -> Tensor:  # (..., N, M)
+    """The inner products of gradients, in float64: what is left of a covariance may be a small part of it."""
+    parts = zip(a.split(WEIGHTS, -1), b.split(WEIGHTS, -1), strict=True)
+    return torch.stack([x.double() @ y.double().mT for x, y in parts]).sum(0)
+
+
+class LastLayerNTK(Linear):
+    """σ₀² (ψᵀψ' + 1): the tangent kernel of one output in the weights and bias of its last layer, of prior variance
+    σ₀²; or without the 1, where the layer has no bias. Between two outputs it is zero."""
+
+    def __init__(self, on: Space | None = "features", variance: float = 1.0, bias: bool = True) -> None:
+        super().__init__(on, variance)
+        self.bias = bias
+
+    def forward(self, a: Points, b: Points) -> Tensor:
+        k = super().forward(a, b)
+        return k + self.log_variance.exp() if self.bias else k
+
+    def diag(self, a: Points) -> Tensor:
+        k = super().diag(a)
+        return k + self.log_variance.exp() if self.bias else k
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "last_layer_ntk", "on": self.on, "bias": self.bias}
+
+
+def count(batch: Batch) -> int:
+    """The rows of a batch."""
+    for leaf in tree_flatten((batch.args, batch.kwargs))[0]:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return len(leaf)
+    raise DataError('Expected inputs that are tensors with a row a point, for weights="all"; found none.')
+
+
+def is_rows(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == rows
+
+
+def pieces(batch: Batch, size: int) -> Iterator[Batch]:
+    """Consecutive rows of a batch."""
+    rows = count(batch)
+    for start in range(0, rows, size):
+        part = slice(start, start + size)
+        args, kwargs = tree_map(lambda leaf, p=part: leaf[p] if is_rows(leaf, rows) else leaf, batch[:2])
+        yield Batch(args, kwargs, None)
+
+
+def taken(batch: Batch, row: int) -> Batch:
+    """A copy of one row, which does not keep the others alive."""
+    rows = count(batch)
+    args, kwargs = tree_map(lambda leaf: leaf[row : row + 1].clone() if is_rows(leaf, rows) else leaf, batch[:2])
+    return Batch(args, kwargs, None)
+
+
+def joined(rows: list[Batch]) -> Batch:
+    """Batches of one row each, as one."""
+    args, kwargs = tree_map(
+        lambda *leaves: torch.cat(leaves) if is_rows(leaves[0], 1) else leaves[0], *(row[:2] for row in rows)
+    )
+    return Batch(args, kwargs, None)
+
+
+def shapes(batch: Batch) -> list[Any]:
+    return [tuple(leaf.shape) for leaf in tree_flatten(batch[:2])[0] if isinstance(leaf, Tensor)]
+
+
+def recorded(batch: Batch) -> Batch:
+    """The same, of tensors that can be differentiated through: those of inference mode cannot."""
+    args, kwargs = tree_map(
+        lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf, batch[:2]
+    )
+    return Batch(args, kwargs, None)

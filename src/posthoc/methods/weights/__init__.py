@@ -1,0 +1,1 @@
+"""Methods that need the network itself, and what they share."""

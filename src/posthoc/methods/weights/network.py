@@ -1,0 +1,193 @@
+"""What methods share that need the network itself (its parameters, its gradients, or several runs of it)."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from posthoc.base import CHUNK, Method
+from posthoc.collect import opened
+from posthoc.collect.arrays import arrays, is_arrays, row_count, take
+from posthoc.collect.class_scores import as_logits
+from posthoc.collect.lending import copied
+from posthoc.collect.loaders import Batch, iterate, move
+from posthoc.collect.network import all_finite, first_device, in_rows, read_outputs
+from posthoc.collect.outputs import Outputs
+from posthoc.collect.stillness import still, turn
+from posthoc.errors import DataError, OptionError
+from posthoc.likelihoods.base import Likelihood
+from posthoc.predictive.base import Predictive
+
+__all__ = ["LabelledBatch", "NetworkBatches", "NetworkMethod", "seeded"]
+
+
+class NetworkMethod(Method):
+    """A method that runs an `nn.Module` in a way of its own, so that outputs alone are not enough for it.
+
+    A subclass fits from `job.data`, whose batches `_batches` gives (`job.train` holds the network's outputs on them),
+    and its `_predictor` turns a `Batch` into a `Predictive`. It runs the network with `_answer`.
+    """
+
+    black_box = False
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[..., Any] | None,
+        likelihood: str | Likelihood,
+        *,
+        layer: str | None = None,
+        outputs_are: str = "logits",
+        device: str | torch.device | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            found = "none" if model is None else f"a {type(model).__name__}"
+            raise OptionError(
+                f"{self.name} needs the network itself, an nn.Module, got {found}. "
+                f"The methods that need outputs alone are: {', '.join(black_box_methods())}."
+            )
+        if outputs_are != "logits":
+            raise OptionError(f"{self.name} runs the network for its logits: wrap it so that it returns them.")
+        super().__init__(model, likelihood, layer=layer, device=device)
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's network."""
+        assert self.backbone is not None
+        assert self.backbone.module is not None
+        return self.backbone.module
+
+    @property
+    def module_device(self) -> torch.device | None:
+        """Where the network is."""
+        assert self.backbone is not None
+        return self.backbone.device
+
+    def _check_data(self, data: Any) -> None:
+        if isinstance(data, Outputs):
+            raise DataError(
+                f"{self.name} runs the network: give what it takes (a DataLoader, a pair of arrays), not outputs. "
+                f"The methods that need outputs alone are: {', '.join(black_box_methods())}."
+            )
+        if isinstance(data, Iterator):
+            raise DataError(f"{self.name} reads the data more than once: give a DataLoader or arrays, no iterator.")
+
+    def _batches(self, data: Any, size: int = 256) -> Iterator[Batch]:
+        """The batches of data, on the network's device, their numbers checked."""
+        assert self.backbone is not None
+        seen = 0
+        for raw in iterate(data, size):
+            batch = self.backbone.place(raw)
+            given = [value for value in [*batch.args, *batch.kwargs.values()] if isinstance(value, Tensor)]
+            all_finite(given, "inputs", seen)
+            seen += len(given[0]) if given and given[0].ndim else 0
+            device = self.backbone.device or first_device(batch)
+            yield batch._replace(target=move(batch.target, device) if batch.target is not None else None)
+
+    def _answer(self, network: nn.Module, batch: Batch) -> Tensor:  # (N, ...)
+        """What a network says of a batch: logits or regression outputs."""
+        mine = copied(batch)
+        said = in_rows(read_outputs(network(*mine.args, **mine.kwargs)), batch, self._width)
+        single = self._likelihood.task == "classification" and said.shape[1:].numel() == 1
+        return as_logits(said, "logits") if single else said
+
+    @torch.no_grad()
+    def _predictions(
+        self, data: Any, *, covariance: bool = False, targets: bool = False
+    ) -> Generator[tuple[Predictive, Outputs]]:
+        self._require_fitted("predict")
+        data = arrays(opened(data))
+        self._check_data(data if isinstance(data, Outputs) else None)
+        predict = self._predictor(covariance=covariance)
+        one_batch = not targets and is_arrays(data)
+        with still(self.module):
+            for batch in self._batches([data] if one_batch else data, CHUNK):
+                with turn(self.module):
+                    predictive = predict(batch)
+                all_finite([predictive.mean], "outputs", 0)
+                if not len(predictive):
+                    continue
+                part = Outputs.trusted(outputs=predictive.mean, targets=batch.target)
+                yield predictive, self._fitting(part, targets=targets)
+
+    @abstractmethod
+    def _predictor(self, *, covariance: bool) -> Callable[[Batch], Predictive]:
+        """What turns a batch into predictions; the network is in eval mode, and without gradients, when it runs."""
+
+    def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
+        return False, False
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        model: nn.Module | Callable[..., Any] | None = None,
+        device: str | torch.device | None = None,
+        **extra: Any,
+    ) -> Self:
+        if model is None:
+            raise OptionError(f"{cls.name} predicts with the network it was fitted on: give it, load(path, model=...).")
+        return super().load(path, model=model, device=device, **extra)
+
+
+class LabelledBatch(NamedTuple):
+    """A batch and its checked targets, as the training loop hands it to an objective."""
+
+    batch: Batch
+    target: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> LabelledBatch:
+        """Itself: batches of arbitrary inputs come one by one and are not stacked."""
+        return self
+
+
+class NetworkBatches:
+    """A `Source` of a network method's batches: pass after pass over the data, arrays in a new order every time."""
+
+    ahead, fixed, weight = 1, False, 1.0
+
+    def __init__(self, method: NetworkMethod, data: Any, size: int, seed: int) -> None:
+        self.method, self.data, self.size = method, data, size
+        self.generator = torch.Generator().manual_seed(seed)
+        self.endless = self._endless()
+
+    def block(self, step: int, count: int) -> LabelledBatch:
+        """The next batch; the loop asks for one at a time."""
+        return next(self.endless)
+
+    def _endless(self) -> Iterator[LabelledBatch]:
+        while True:
+            seen = 0
+            for batch in self.method._batches(self._shuffled(), self.size):
+                if batch.target is None:
+                    raise DataError("Expected targets to fit on: batches (x, y), or mappings with labels.")
+                seen += 1
+                yield LabelledBatch(batch, torch.as_tensor(batch.target))
+            if not seen:
+                raise DataError("Expected data in every pass of the loader, got none in the last one.")
+
+    def _shuffled(self) -> Any:
+        if not is_arrays(self.data):
+            return self.data  # a loader has an order of its own
+        return take(self.data, torch.randperm(row_count(self.data), generator=self.generator))
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None) -> Iterator[None]:
+    """Global random numbers (dropout's, a loader's shuffling) from this seed inside, and undisturbed outside."""
+    devices = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def black_box_methods() -> list[str]:
+    from posthoc.methods import REGISTRY  # which this module is below
+
+    return sorted(name for name, method in REGISTRY.items() if method.black_box)

@@ -1,0 +1,1 @@
+"""Predictive distributions: what `predict` returns."""

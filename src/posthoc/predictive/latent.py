@@ -1,0 +1,127 @@
+"""A Gaussian over the outputs at each point, around a mean it does not know: what a method hands to its likelihood."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from posthoc.numerics import cholesky
+
+__all__ = ["FactorLatent", "IndependentLatent", "Latent", "Widened", "correlate"]
+
+
+class Latent(ABC):
+    """The covariance V(x) of the latent outputs at N points; each question is answered without more than it needs."""
+
+    independent: bool = False
+    """Whether the outputs at one point are independent, so that `variance` says everything."""
+
+    @property
+    @abstractmethod
+    def variance(self) -> Tensor:  # (N, C)
+        """The diagonal of V."""
+
+    @abstractmethod
+    def covariance(self) -> Tensor:  # (N, C, C)
+        """V itself."""
+
+    @abstractmethod
+    def difference(
+        self,
+        top: Tensor,  # (N,), one output for each point
+    ) -> Tensor:  # (N, C)
+        """Var(f_c - f_top) for every output c."""
+
+    def perturb(
+        self,
+        noise: Tensor,  # (S, N, C), standard normal
+    ) -> Tensor:  # (S, N, C)
+        """Draws of f - mean, differentiable in V (reparameterised)."""
+        return correlate(self.covariance(), noise)
+
+
+class IndependentLatent(Latent):
+    """Independent outputs: V is diagonal."""
+
+    independent = True
+
+    def __init__(self, variance: Tensor) -> None:
+        self._variance = variance
+
+    @property
+    def variance(self) -> Tensor:
+        return self._variance
+
+    def covariance(self) -> Tensor:
+        return torch.diag_embed(self._variance)
+
+    def difference(self, top: Tensor) -> Tensor:
+        total = self._variance + self._variance.gather(-1, top[:, None])
+        return total.scatter(-1, top[:, None], 0.0)
+
+    def perturb(self, noise: Tensor) -> Tensor:
+        # The tiny floor keeps the square root's gradient finite where the variance is exactly zero.
+        return noise * self._variance.clamp_min(1e-300 if noise.dtype == torch.float64 else 1e-30).sqrt()
+
+
+class FactorLatent(Latent):
+    """V = F Fᵀ at each point."""
+
+    def __init__(
+        self,
+        factor: Tensor,  # (N, C, K), F
+    ) -> None:
+        self.factor = factor
+
+    @property
+    def variance(self) -> Tensor:
+        return self.factor.square().sum(-1)
+
+    def covariance(self) -> Tensor:
+        return self.factor @ self.factor.mT
+
+    def difference(self, top: Tensor) -> Tensor:
+        of_top = self.factor[torch.arange(len(top), device=top.device), top]
+        return (self.factor - of_top[:, None]).square().sum(-1)
+
+
+class Widened(Latent):
+    """A latent Gaussian with some more variance, the same and independent for every output at a point."""
+
+    def __init__(
+        self,
+        latent: Latent,
+        more: Tensor,  # (N,)
+    ) -> None:
+        self.latent, self.more, self.independent = latent, more[:, None], latent.independent
+
+    @property
+    def variance(self) -> Tensor:
+        return self.latent.variance + self.more
+
+    def covariance(self) -> Tensor:
+        v = self.latent.covariance()
+        return v + torch.diag_embed(self.more.expand(v.shape[:-1]))
+
+    def perturb(self, noise: Tensor) -> Tensor:
+        return IndependentLatent(self.variance).perturb(noise) if self.independent else super().perturb(noise)
+
+    def difference(self, top: Tensor) -> Tensor:
+        return (self.latent.difference(top) + 2.0 * self.more).scatter(-1, top[:, None], 0.0)
+
+
+def correlate(
+    covariance: Tensor,  # (N, C, C)
+    noise: Tensor,  # (S, N, C)
+) -> Tensor:  # (S, N, C)
+    """Standard normal draws turned into draws with that covariance, which may be singular."""
+    # A covariance that is singular is legitimate here (outputs may be perfectly correlated, or certain): a ridge of a
+    # billionth of the variance, or of what float32 resolves of it, lets its Cholesky exist without a warning.
+    ridge_size = 1e-9 if covariance.dtype == torch.float64 else 1e-6
+    covariance = covariance.double()
+    floor = ridge_size * covariance.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-290)
+    ridge = torch.diag_embed(floor[:, None].expand(covariance.shape[:-1]))
+    factor = cholesky(covariance + ridge, "the covariance across outputs")
+    return torch.einsum("ncd,snd->snc", factor, noise.double()).to(noise.dtype)

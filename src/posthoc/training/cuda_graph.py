@@ -1,0 +1,99 @@
+"""Steps replayed from a CUDA graph: the host says "again", and waits for nothing."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import torch
+
+from posthoc.numerics import blindly
+from posthoc.training.adam import Flat
+from posthoc.training.batches import Block, Source, tensors
+from posthoc.training.distributed import Ranks
+from posthoc.training.steps import PlainSteps
+
+__all__ = ["GraphSteps"]
+
+WARM_UP = 3
+"""Steps taken before the capture, so that libraries have made what they need, and undone."""
+
+
+STREAMS = threading.local()
+
+
+class GraphSteps:
+    """The steps of `plain`, captured once and replayed. Batches, learning rates and losses have a fixed place on the
+    device, where a counter says which is next. A block whose loss is not finite is taken again step by step: an
+    ordinary step can add jitter, warn, and say what is wrong, and a graph cannot."""
+
+    def __init__(self, plain: PlainSteps, ahead: int) -> None:
+        self.plain, self.ahead = plain, ahead
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    @staticmethod
+    def possible(flat: Flat, ranks: Ranks, source: Source, generator: torch.Generator | None) -> bool:
+        """Whether steps can be captured: all on one GPU, in batches of one shape, without other ranks or draws."""
+        on_gpu = {v.device.type for v in flat.values} == {"cuda"}
+        return on_gpu and source.fixed and ranks.alone and generator is None
+
+    def run(self, block: Block, lrs: list[float]) -> list[float]:
+        with torch.cuda.device(self.plain.flat.values[0].device):
+            return self._run(block, lrs)
+
+    def _run(self, block: Block, lrs: list[float]) -> list[float]:
+        before = self.plain.flat.snapshot()
+        if self.graph is None:
+            self._capture(block, lrs)
+        self._place(block, lrs)
+        assert self.graph is not None
+        for _ in lrs:
+            self.graph.replay()
+        losses = self.losses[: len(lrs)].tolist()
+        if all(map(math.isfinite, losses)):
+            return losses
+        self.plain.flat.restore(before)
+        return self.plain.run(block, lrs)
+
+    def _capture(self, block: Block, lrs: list[float]) -> None:
+        flat = self.plain.flat
+        before, device = flat.snapshot(), flat.values[0].device
+        self.block = block.map(lambda t: torch.zeros(self.ahead, *t.shape[1:], dtype=t.dtype, device=t.device))
+        self.lrs = torch.zeros(self.ahead, device=device)
+        self.losses = torch.zeros(self.ahead, dtype=torch.float64, device=device)
+        self.at = torch.zeros(1, dtype=torch.long, device=device)
+        stream = side_stream(device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                self._place(block, lrs)
+                self._step()
+                flat.restore(before)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        # Of this thread alone: another may be reading rows ahead, and allocate memory for them.
+        with blindly(), torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+            self._step()
+        flat.restore(before)
+
+    @torch.no_grad()
+    def _place(self, block: Block, lrs: list[float]) -> None:
+        fresh = iter(tensors(block))
+        self.block.map(lambda place: place[: len(lrs)].copy_(next(fresh)))
+        self.lrs[: len(lrs)].copy_(torch.tensor(lrs))
+        self.at.zero_()
+
+    def _step(self) -> None:
+        batch = self.block.map(lambda t: t.index_select(0, self.at).squeeze(0))
+        loss = self.plain.step(batch, self.lrs.index_select(0, self.at).squeeze(0))
+        self.losses.index_copy_(0, self.at, loss.double().reshape(1))
+        self.at += 1
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which this thread captures. It is always the same: libraries keep a workspace for every stream that
+    they have seen, tens of megabytes each, for as long as the process lives."""
+    streams: dict[torch.device, torch.cuda.Stream] = STREAMS.__dict__.setdefault("known", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)
+    return streams[device]
