@@ -355,7 +355,9 @@ class KillAtLine:
 
     def __call__(self, frame: Any, event: str, argument: object) -> Any:
         path = frame.f_code.co_filename
-        if not path.endswith("posthoc/files.py") and "posthoc/storage/" not in path:
+        if not path.endswith(
+            ("posthoc/io.py", "collect/folder.py", "collect/folder_writer.py", "collect/file_arrays.py")
+        ):
             return None
         if event == "line":
             self.left -= 1
