@@ -234,6 +234,7 @@ def many_kernels() -> Any:
 THREE = of(regression, outputs=3)
 MANY = of(classes, outputs=12)
 
+# Cases named "auto" let the fit choose the form of the variance; where one is named too, it is the one chosen.
 CASES: dict[str, Case] = {
     "regression_learnt": Case(regression, fmgp("regression"), 30),
     "regression_gaussian_inputs": Case(
@@ -259,7 +260,11 @@ CASES: dict[str, Case] = {
         THREE, fmgp("regression", variance="separable", residuals="gaussian"), 30, with_covariance
     ),
     "regression_outputs_shared": Case(THREE, fmgp("regression", variance="shared", standardize=False), 30),
-    "classes_auto": Case(of(classes, rows=400), fmgp("classification", steps=90, lr=0.03)),
+    "classes_auto_separable": Case(of(classes, rows=800), fmgp("classification", steps=200, lr=0.05)),
+    "classes_auto_per_output": Case(
+        of(classes, rows=400, outputs=2), fmgp("classification", steps=150, lr=0.05, kernel=RBF(on="inputs"))
+    ),
+    "classes_auto_temperature": Case(of(classes, rows=400), fmgp("classification", steps=90, lr=0.03)),
     "classes_auto_val": Case(of(classes, rows=250), fmgp("classification", val=True, steps=60)),
     "classes_auto_few": Case(of(classes, rows=150), fmgp("classification", steps=40)),
     "classes_auto_many": Case(MANY, fmgp("classification", steps=40)),
@@ -267,6 +272,7 @@ CASES: dict[str, Case] = {
     "classes_per_output": Case(
         classes, fmgp("classification", variance="per_output", inducing="per_class"), 30, with_covariance
     ),
+    "classes_default_steps": Case(of(classes, rows=220), fmgp("classification", variance="separable")),
     "classes_shared": Case(classes, fmgp("classification", variance="shared"), 30),
     "classes_shared_once_inputs": Case(
         classes, fmgp("classification", variance="shared", kl="once", kernel=RBF(on="inputs"), novelty=0.0), 30
