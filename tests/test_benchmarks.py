@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from benchmarks import big_fit, laplace_race, memory, predict_overhead, scaling
+from benchmarks import against_before, big_fit, call_trace, code_size, laplace_race, memory, predict_overhead, scaling
 from benchmarks.calls import Steps, capture, same_steps
 from benchmarks.resnet import resnet50
 from benchmarks.shapes import SHAPES
@@ -204,3 +204,33 @@ def test_simulated_rows_do_not_depend_on_how_many_are_asked_for(tmp_path):
 def test_the_dense_reference_has_our_loss():
     runs = variants(synthetic_classification(epochs=0), CPU, check=True)
     runs["ours"](2)
+
+
+def test_lines_of_code_are_counted_without_docstrings_comments_and_blanks(tmp_path):
+    source = '"""Doc,\ntwo lines."""\n\n# a comment\nA = (\n    1,\n)  # and one\n"""Of A."""\nB = """x\ny"""\n'
+    assert code_size.size_of(source) == (1, 5, 10)
+    for name in ("src/posthoc/__init__.py", "src/posthoc/errors.py", "src/posthoc/fmgp/a.py", "tests/test_a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(source)
+    result = code_size.measure(tmp_path)
+    assert result["trees"] == {
+        "src/posthoc": {"files": 3, "code": 15, "lines": 30},
+        "tests": {"files": 1, "code": 5, "lines": 10},
+    }
+    assert result["parts"]["src/posthoc"]["fmgp"] == {"files": 1, "code": 5, "lines": 10}
+    assert result["top_level"] == {"modules": 1, "packages": 1}
+    assert result["long"] == {}
+
+
+def test_returns_to_a_file_are_counted_by_first_calls():
+    assert call_trace.figures(["a", "a", "b", "a", "c", "b"]) == {"files": 3, "functions": 6, "returns": 2}
+    found = call_trace.Trace(str(code_size.ROOT / "benchmarks")).of(lambda: code_size.size_of("a = 1"))
+    assert found["order"] == ["code_size.py: size_of"]
+
+
+@pytest.mark.parametrize("kind", ["import", "predict"])
+def test_a_version_is_as_fast_as_itself(kind):
+    found = against_before.compare(kind, against_before.ROOT, rounds=1, quick=True)
+    for figures in found.values():
+        assert figures["ratio"] == pytest.approx(figures["now"] / figures["before"])
+    assert found.keys() >= ({"posthoc", "torch"} if kind == "import" else {*against_before.TASKS})

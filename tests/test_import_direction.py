@@ -73,10 +73,10 @@ def statements(node: ast.AST, kind: str) -> Iterator[tuple[ast.Import | ast.Impo
     if isinstance(node, ast.Import | ast.ImportFrom):
         yield node, kind
     elif isinstance(node, ast.If) and ast.unparse(node.test).split(".")[-1] == "TYPE_CHECKING":
-        for child in node.body:
-            yield from statements(child, "typing")
-        for child in node.orelse:
-            yield from statements(child, kind)
+        for guarded in node.body:
+            yield from statements(guarded, "typing")
+        for other in node.orelse:
+            yield from statements(other, kind)
     else:
         inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and kind == "module"
         for child in ast.iter_child_nodes(node):

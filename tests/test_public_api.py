@@ -83,7 +83,7 @@ def of_function(head: str, function: Any) -> Iterator[str]:
 
 
 def parameter(p: inspect.Parameter) -> str:
-    star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+    star = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
     annotation = "" if p.annotation is p.empty else f": {text(p.annotation)}"
     default = "" if p.default is p.empty else f" = {without_addresses(repr(p.default))}"
     return f"{star}{p.name}{annotation}{default}"
