@@ -10,7 +10,7 @@ demo: .venv/.plots
 	$(BIN)/posthoc demo
 
 # One experiment of the paper: `make reproduce NAME=cifar10`.
-reproduce: .venv/.plots .venv/.data
+reproduce: .venv/.reproduction
 	$(BIN)/python -m reproduction $(NAME)
 
 test: lint types .venv/.laplace-torch
@@ -28,7 +28,7 @@ types: .venv/.dev
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	touch $@
 
-# What laplace-torch is compared with ours needs, without torchvision, which it asks for and does not use there.
+# laplace-torch, which the tests compare ours with, without torchvision, which it requires and does not use there.
 .venv/.laplace-torch: constraints.txt .venv/.dev
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt asdfghjkl einops einconv unfoldNd opt_einsum tqdm
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps backpack-for-pytorch curvlinops-for-pytorch laplace-torch

@@ -6,11 +6,13 @@ import builtins
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import posthoc
 from posthoc import __version__
 from posthoc.cli import app, main
 from posthoc.cli.demo_data import SPANS, heteroscedastic, noise_std
@@ -78,11 +80,20 @@ def test_a_missing_extra_says_what_to_install(monkeypatch, capsys):
     assert "pip install 'posthoc[plots]'" in capsys.readouterr().err
 
 
-def test_importing_the_package_pulls_in_nothing_heavy():
-    code = (
-        "import sys, torch, numpy; before = set(sys.modules); import posthoc; new = set(sys.modules) - before;"
-        "heavy = {'matplotlib', 'gpytorch', 'torchmetrics', 'rich', 'typer', 'sklearn', 'scipy', 'pandas'};"
-        "print(sorted(heavy & {m.partition('.')[0] for m in new}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+@pytest.mark.parametrize("arguments", [["-c", "import posthoc; dir(posthoc)"], ["-m", "posthoc", "--help"]])
+def test_the_package_and_the_help_import_nothing_heavy(arguments):
+    done = subprocess.run([sys.executable, "-X", "importtime", *arguments], capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "posthoc" in imported
+    assert not imported & {"torch", "numpy", "scipy", "pandas", "matplotlib", "safetensors"}
+
+
+def test_every_public_name_is_found_and_typed():
+    names = {name: getattr(posthoc, name) for name in posthoc.__all__}
+    stub: dict[str, object] = {}
+    exec((Path(posthoc.__file__).parent / "__init__.pyi").read_text(), stub)
+    assert set(stub["__all__"]) == set(names) <= set(dir(posthoc))
+    assert all(stub[name] is value for name, value in names.items() if name != "__version__")
+    assert all(getattr(posthoc, name) is stub[name] for name in posthoc.SUBMODULES)
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        _ = posthoc.absent

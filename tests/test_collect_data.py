@@ -283,7 +283,7 @@ def test_npz_that_cannot_be_used_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "library", "extra"),
-    [("images", "PIL", "images"), ("d.parquet", "pyarrow", "parquet"), ("hf:some/data:train", "datasets", "hf")],
+    [("images", "PIL", "images"), ("d.parquet", "pyarrow", "tables"), ("hf:some/data:train", "datasets", "hf")],
 )
 def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch, name, library, extra):
     image_folder(tmp_path / "images", 3)

@@ -251,9 +251,9 @@ def test_parquet_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     save_outputs(some(), tmp_path / "data.parquet")
     for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'posthoc\[parquet\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'posthoc\[tables\]'"):
         open_outputs(tmp_path / "data.parquet")
-    with pytest.raises(MissingExtraError, match=r"pip install 'posthoc\[parquet\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'posthoc\[tables\]'"):
         save_outputs(some(), tmp_path / "new.parquet")
     assert [path.name for path in tmp_path.iterdir()] == ["data.parquet"]
 

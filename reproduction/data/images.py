@@ -109,7 +109,7 @@ def from_mat(path: Path) -> tuple[Array, Array]:
         from scipy.io import loadmat
         from scipy.io.matlab import MatReadError
     except ImportError as error:
-        raise MissingExtraError("scipy", "data", "Reading SVHN's .mat files") from error
+        raise MissingExtraError("scipy", "reproduction", "Reading SVHN's .mat files") from error
     try:
         file = loadmat(path, variable_names=("X", "y"))
         return file["X"].transpose(3, 2, 0, 1), file["y"].reshape(-1).astype(np.int64)

@@ -99,7 +99,7 @@ def trips(path: Path) -> Array:  # (N, 9) in float64, the price last
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise MissingExtraError("pyarrow", "parquet", "Reading taxi trips") from error
+        raise MissingExtraError("pyarrow", "tables", "Reading taxi trips") from error
     wanted = ("PULocationID", "DOLocationID", "trip_distance", "total_amount")
     try:
         with parquet.ParquetFile(path) as file:

@@ -103,7 +103,7 @@ def require_geometric() -> Any:
     try:
         from torch_geometric import nn as geometric
     except ImportError as error:
-        raise MissingExtraError("torch-geometric", "qm9", "The network for molecules") from error
+        raise MissingExtraError("torch-geometric", "reproduction", "The network for molecules") from error
     return geometric
 
 

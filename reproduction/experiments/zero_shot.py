@@ -21,10 +21,10 @@ from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs
 from posthoc.collect.to_folder import collect_to_folder
 from posthoc.errors import FileError, PosthocError, UnavailableError
-from posthoc.integrations.extras import require
 from posthoc.integrations.transformers import ImageProcessor, quiet, require_all_loaded
 from posthoc.integrations.transforms import Collate
 from posthoc.io import atomic_path, require_folder
+from posthoc.optional import require
 from reproduction.data import Dataset
 from reproduction.data.download import Shelf, cache_folder
 

@@ -222,5 +222,5 @@ def test_without_the_library(monkeypatch):
         return usual(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(MissingExtraError, match=r"torch-geometric.*posthoc\[qm9\]"):
+    with pytest.raises(MissingExtraError, match=r"torch-geometric.*posthoc\[reproduction\]"):
         MoleculeNetwork()

@@ -1,85 +1,72 @@
-"""posthoc: honest error bars on any pre-trained neural network."""
+"""posthoc: honest error bars on any pre-trained neural network.
 
-from posthoc.collect import open_outputs, save_outputs
-from posthoc.collect.outputs import Outputs
-from posthoc.errors import (
-    DataError,
-    FileError,
-    LayerError,
-    MissingExtraError,
-    NotFittedError,
-    NotPSDError,
-    OptionError,
-    PosthocError,
-    PosthocWarning,
-    TrainingError,
-    WrongTaskError,
-)
-from posthoc.evaluate.compare import Comparison, compare
-from posthoc.fmgp import FMGP
-from posthoc.kernels.base import RBF, Constant, Linear, Matern, White
-from posthoc.likelihoods.base import Categorical, Gaussian
-from posthoc.methods import (
-    ELLA,
-    GP,
-    HMC,
-    MAP,
-    MFVI,
-    SNGP,
-    Dropout,
-    Ensemble,
-    Laplace,
-    LaplaceTorch,
-    Temperature,
-    VaLLA,
-    Vector,
-    load,
-)
-from posthoc.predictive.base import Predictive
-from posthoc.predictive.conformal import Conformal
+Names are imported when they are first used, so that `import posthoc` is fast; `__init__.pyi` lists the same names for
+type checkers and editors.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ELLA",
-    "FMGP",
-    "GP",
-    "HMC",
-    "MAP",
-    "MFVI",
-    "RBF",
-    "SNGP",
-    "Categorical",
-    "Comparison",
-    "Conformal",
-    "Constant",
-    "DataError",
-    "Dropout",
-    "Ensemble",
-    "FileError",
-    "Gaussian",
-    "Laplace",
-    "LaplaceTorch",
-    "LayerError",
-    "Linear",
-    "Matern",
-    "MissingExtraError",
-    "NotFittedError",
-    "NotPSDError",
-    "OptionError",
-    "Outputs",
-    "PosthocError",
-    "PosthocWarning",
-    "Predictive",
-    "Temperature",
-    "TrainingError",
-    "VaLLA",
-    "Vector",
-    "White",
-    "WrongTaskError",
-    "__version__",
-    "compare",
-    "load",
-    "open_outputs",
-    "save_outputs",
-]
+MODULES = {
+    "posthoc.collect": ("open_outputs", "save_outputs"),
+    "posthoc.collect.outputs": ("Outputs",),
+    "posthoc.errors": (
+        "DataError",
+        "FileError",
+        "LayerError",
+        "MissingExtraError",
+        "NotFittedError",
+        "NotPSDError",
+        "OptionError",
+        "PosthocError",
+        "PosthocWarning",
+        "TrainingError",
+        "WrongTaskError",
+    ),
+    "posthoc.evaluate.compare": ("Comparison", "compare"),
+    "posthoc.fmgp": ("FMGP",),
+    "posthoc.kernels.base": ("RBF", "Constant", "Kernel", "Linear", "Matern", "White"),
+    "posthoc.likelihoods.base": ("Categorical", "Gaussian", "Likelihood"),
+    "posthoc.methods": (
+        "ELLA",
+        "GP",
+        "HMC",
+        "MAP",
+        "MFVI",
+        "SNGP",
+        "Dropout",
+        "Ensemble",
+        "Laplace",
+        "LaplaceTorch",
+        "Temperature",
+        "VaLLA",
+        "Vector",
+        "load",
+    ),
+    "posthoc.predictive.base": ("ClassificationPredictive", "Predictive", "RegressionPredictive"),
+    "posthoc.predictive.conformal": ("Conformal",),
+}
+"""The public names by the module that defines them."""
+
+SUBMODULES = ("collect", "errors", "evaluate", "fmgp", "kernels", "likelihoods", "methods", "predictive", "training")
+"""The modules that are attributes of the package without an import of their own."""
+
+ORIGIN = {name: module for module, names in MODULES.items() for name in names}
+
+__all__ = ["__version__", *ORIGIN]
+
+
+def __getattr__(name: str) -> Any:
+    if name in SUBMODULES:
+        return import_module(f"posthoc.{name}")
+    if name not in ORIGIN:
+        raise AttributeError(f"module 'posthoc' has no attribute {name!r}")
+    value = getattr(import_module(ORIGIN[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *SUBMODULES})

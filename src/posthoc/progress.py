@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from posthoc.training.options import Training
+if TYPE_CHECKING:
+    from posthoc.training.options import Training
 
 __all__ = ["progress_bar"]
 

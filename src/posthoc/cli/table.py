@@ -58,7 +58,7 @@ def require_table(path: str | os.PathLike[str]) -> Callable[[Path], Any]:
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:
-        raise MissingExtraError("pyarrow", "parquet", "Writing Parquet") from error
+        raise MissingExtraError("pyarrow", "tables", "Writing Parquet") from error
     return write_parquet
 
 

@@ -183,7 +183,7 @@ def pyarrow() -> Any:
         import pyarrow.compute
         import pyarrow.parquet
     except ImportError as error:
-        raise MissingExtraError("pyarrow", "parquet", "Reading and writing Parquet") from error
+        raise MissingExtraError("pyarrow", "tables", "Reading and writing Parquet") from error
     return pyarrow
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from posthoc.errors import DataError, FileError, OptionError
 from posthoc.integrations.columns import Columns, choose_columns, table_rows
 from posthoc.integrations.digests import listing_digest, walk
-from posthoc.integrations.extras import require
+from posthoc.optional import require
 
 __all__ = ["MappedRows", "StreamedRows", "open_hub"]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from posthoc.errors import DataError
 from posthoc.integrations.digests import listing_digest, walk
-from posthoc.integrations.extras import require
+from posthoc.optional import require
 
 __all__ = ["ImageFolder", "read_image"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from posthoc.errors import DataError, FileError, LayerError
-from posthoc.integrations.extras import require
 from posthoc.integrations.graphs import NamedOutputs
+from posthoc.optional import require
 
 __all__ = ["OnnxGraph", "load_onnx", "onnx_files"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from posthoc.errors import DataError, FileError
 from posthoc.integrations.columns import choose_columns, table_rows
 from posthoc.integrations.digests import file_digest
-from posthoc.integrations.extras import require
+from posthoc.optional import require
 
 __all__ = ["ParquetRows"]
 
@@ -88,4 +88,4 @@ class ParquetRows:
 
 def libraries() -> tuple[Any, Any]:
     purpose = "Reading Parquet files"
-    return require("pyarrow", "parquet", purpose), require("pyarrow.parquet", "parquet", purpose)
+    return require("pyarrow", "tables", purpose), require("pyarrow.parquet", "tables", purpose)

@@ -20,8 +20,8 @@ from posthoc.base import Method
 from posthoc.collect.outputs import Outputs, join
 from posthoc.collect.to_folder import Span, SpanReader, row_count, spans, write_to_folder
 from posthoc.errors import OptionError, PosthocError
-from posthoc.integrations.extras import require
 from posthoc.integrations.plan import Plan
+from posthoc.optional import require
 from posthoc.predictive.base import Predictive
 from posthoc.validation import integer
 

@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from torch import nn
 
 from posthoc.errors import OptionError
-from posthoc.integrations.extras import require
 from posthoc.integrations.transforms import Each
 from posthoc.integrations.weights import load_weights, only_tensors, read_weights, sized_for, weights_file
+from posthoc.optional import require
 
 __all__ = ["load_timm"]
 

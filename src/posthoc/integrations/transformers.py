@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from posthoc.errors import FileError, OptionError, PosthocError
-from posthoc.integrations.extras import require
 from posthoc.integrations.transforms import Transform, require_kind
 from posthoc.integrations.weights import load_weights, read_weights, weights_file
+from posthoc.optional import require
 
 __all__ = ["load_transformers"]
 

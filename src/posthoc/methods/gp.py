@@ -15,8 +15,8 @@ from posthoc.errors import DataError, LayerError, OptionError
 from posthoc.fmgp.coordinates import Coordinates, DrawnBatches, PointView, location_and_scale
 from posthoc.fmgp.inducing_points import kmeans
 from posthoc.fmgp.objective import TrainingBatch
-from posthoc.integrations.extras import require
 from posthoc.likelihoods.base import Gaussian, Likelihood, columns
+from posthoc.optional import require
 from posthoc.predictive.base import Predictive, working_dtype
 from posthoc.predictive.latent import IndependentLatent
 from posthoc.saved import Saved

@@ -15,12 +15,12 @@ from posthoc.base import Job
 from posthoc.collect.loaders import Batch
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
-from posthoc.integrations.extras import require
 from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood
 from posthoc.methods.laplace.laplace import FEW_OUTPUTS, check_classes, checked_prior, linearised
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
 from posthoc.methods.laplace.posterior import settle_noise
 from posthoc.methods.weights.network import NetworkMethod
+from posthoc.optional import require
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import Latent
 from posthoc.saved import Saved

@@ -15,12 +15,12 @@ from posthoc.base import Job
 from posthoc.collect.loaders import Batch
 from posthoc.collect.stillness import still
 from posthoc.errors import DataError, FileError, OptionError, PosthocWarning
-from posthoc.integrations.extras import require
 from posthoc.likelihoods.base import Gaussian, Likelihood
 from posthoc.methods.weights.flipout import Reweighted
 from posthoc.methods.weights.hmc_sampler import Chains, WeightPosterior, diagnose, noise_bound, sample
 from posthoc.methods.weights.network import LabelledBatch, seeded
 from posthoc.methods.weights.sampling import DrawingMethod, set_noise
+from posthoc.optional import require
 from posthoc.saved import Saved
 from posthoc.training import few_threads
 from posthoc.validation import integer

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from posthoc.errors import TrainingError
-from posthoc.integrations.extras import require
 from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood, columns
 from posthoc.methods.weights.network import LabelledBatch
+from posthoc.optional import require
 from posthoc.progress import progress_bar
 from posthoc.training import Training
 

@@ -1,0 +1,98 @@
+"""The public names, for type checkers and editors; `__init__.py` imports them when they are used."""
+
+from posthoc import collect as collect
+from posthoc import errors as errors
+from posthoc import evaluate as evaluate
+from posthoc import fmgp as fmgp
+from posthoc import kernels as kernels
+from posthoc import likelihoods as likelihoods
+from posthoc import methods as methods
+from posthoc import predictive as predictive
+from posthoc import training as training
+from posthoc.collect import open_outputs, save_outputs
+from posthoc.collect.outputs import Outputs
+from posthoc.errors import (
+    DataError,
+    FileError,
+    LayerError,
+    MissingExtraError,
+    NotFittedError,
+    NotPSDError,
+    OptionError,
+    PosthocError,
+    PosthocWarning,
+    TrainingError,
+    WrongTaskError,
+)
+from posthoc.evaluate.compare import Comparison, compare
+from posthoc.fmgp import FMGP
+from posthoc.kernels.base import RBF, Constant, Kernel, Linear, Matern, White
+from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood
+from posthoc.methods import (
+    ELLA,
+    GP,
+    HMC,
+    MAP,
+    MFVI,
+    SNGP,
+    Dropout,
+    Ensemble,
+    Laplace,
+    LaplaceTorch,
+    Temperature,
+    VaLLA,
+    Vector,
+    load,
+)
+from posthoc.predictive.base import ClassificationPredictive, Predictive, RegressionPredictive
+from posthoc.predictive.conformal import Conformal
+
+__version__: str
+
+__all__ = [
+    "ELLA",
+    "FMGP",
+    "GP",
+    "HMC",
+    "MAP",
+    "MFVI",
+    "RBF",
+    "SNGP",
+    "Categorical",
+    "ClassificationPredictive",
+    "Comparison",
+    "Conformal",
+    "Constant",
+    "DataError",
+    "Dropout",
+    "Ensemble",
+    "FileError",
+    "Gaussian",
+    "Kernel",
+    "Laplace",
+    "LaplaceTorch",
+    "LayerError",
+    "Likelihood",
+    "Linear",
+    "Matern",
+    "MissingExtraError",
+    "NotFittedError",
+    "NotPSDError",
+    "OptionError",
+    "Outputs",
+    "PosthocError",
+    "PosthocWarning",
+    "Predictive",
+    "RegressionPredictive",
+    "Temperature",
+    "TrainingError",
+    "VaLLA",
+    "Vector",
+    "White",
+    "WrongTaskError",
+    "__version__",
+    "compare",
+    "load",
+    "open_outputs",
+    "save_outputs",
+]
