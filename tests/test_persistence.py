@@ -135,6 +135,7 @@ def test_file_holds_neither_paths_nor_times(tmp_path: Path, monkeypatch: pytest.
         "network",
         "options",
         "outputs_are",
+        "rounding",
         "version",
         "width",
     ]

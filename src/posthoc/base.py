@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from posthoc.collect import opened
 from posthoc.collect.arrays import arrays, as_tensor, is_arrays, is_pair
 from posthoc.collect.augmentation import Augmented
-from posthoc.collect.class_scores import KINDS, as_logits
+from posthoc.collect.class_scores import KINDS, Rounding, as_logits, find_rounding
 from posthoc.collect.data_warnings import doubt_logits, doubt_memorised
 from posthoc.collect.fingerprint import mark, refuse_another
 from posthoc.collect.loaders import iterate
@@ -101,6 +101,7 @@ class Method(ABC):
         self.backbone = Backbone(model, layer, self.device) if model is not None else None
         self._width: tuple[int, ...] | None = None  # of one row of outputs, once fitted
         self._network: dict[str, Any] | None = None  # what it is known by, once fitted on
+        self._rounding: Rounding | None = None  # of the probabilities it was fitted on
 
     @property
     def likelihood(self) -> Likelihood:
@@ -142,7 +143,12 @@ class Method(ABC):
             place = Checkpoint(checkpoint, every=checkpoint_every, resume=resume) if checkpoint is not None else None
             if place is not None:
                 stack.enter_context(place.claimed())
-            return self._fit_checked(data, val, num_data, place)
+            before, self._rounding = self._rounding, None
+            try:
+                return self._fit_checked(data, val, num_data, place)
+            except BaseException:
+                self._rounding = before
+                raise
 
     def _fit_checked(self, data: Any, val: Any, num_data: int | None, checkpoint: Checkpoint | None) -> Self:
         train = self._outputs(data, targets=True)
@@ -247,6 +253,7 @@ class Method(ABC):
             "likelihood": self._likelihood.spec(),
             "layer": self.layer,
             "outputs_are": self.outputs_are,
+            "rounding": self._rounding,
             "width": self._width,
             "network": self._network,
         }
@@ -274,6 +281,7 @@ class Method(ABC):
         with saved.rebuilding():
             refuse_another(config["network"], model if isinstance(model, nn.Module) else None)
             method = cls._rebuild(saved)
+            method._rounding = Rounding.restore(config["rounding"])
         method._width = saved.width
         method._network, method.outputs_are = config["network"], config["outputs_are"]
         return method
@@ -350,7 +358,9 @@ class Method(ABC):
         plain = self.outputs_are == "logits" and said.shape[1:].numel() > 1
         if self._likelihood.task != "classification" or plain:
             return outputs
-        return outputs.with_outputs(as_logits(said, self.outputs_are))
+        if self._rounding is None and self.outputs_are != "logits":
+            self._rounding = find_rounding(said, self.outputs_are, warn=True)
+        return outputs.with_outputs(as_logits(said, self.outputs_are, self._rounding))
 
     def _checked(self, outputs: Outputs, *, targets: bool) -> Outputs:
         self._likelihood.check_outputs(outputs.outputs)

@@ -257,6 +257,7 @@ PARTS = {
     "likelihood": dict,
     "layer": str | None,
     "outputs_are": str,
+    "rounding": list | None,
     "width": list,
     "network": dict | None,
 }

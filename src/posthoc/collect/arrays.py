@@ -4,6 +4,7 @@ stand for arrays."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from numbers import Number
 from typing import Any
 
@@ -72,7 +73,7 @@ def is_array(data: Any) -> bool:
 def is_table(data: Any) -> bool:
     """Whether data become an array when NumPy asks: a data frame, a series."""
     asks = hasattr(data, "__array__") and hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    return asks and not is_array(data) and not isinstance(data, type)
+    return asks and not is_array(data) and not isinstance(data, type) and not is_dataclass(data)  # such as Outputs
 
 
 def is_numbers(data: Any) -> bool:

@@ -1,74 +1,194 @@
-"""What a classifier says, be it logits, probabilities or their logarithms, as logits."""
+"""A classifier's outputs as logits, whether they are logits, probabilities or log-probabilities.
+
+Example:
+    >>> import torch
+    >>> as_logits(torch.tensor([[0.5, 0.5], [0.25, 0.75]]), "probs").softmax(1)
+    tensor([[0.5000, 0.5000],
+            [0.2500, 0.7500]])
+"""
 
 from __future__ import annotations
 
 import math
+import warnings
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from posthoc.errors import DataError
+from posthoc.errors import DataError, PosthocWarning
 from posthoc.validation import choice, require_finite
 
-__all__ = ["KINDS", "as_logits"]
+__all__ = ["KINDS", "Rounding", "as_logits", "find_rounding"]
 
 KINDS = ("logits", "log-probs", "probs")
 
-SUM_ROUNDING = 1e-3
-"""How far from 1 probabilities may sum to."""
+SUM_ERROR = 1e-3
+"""Largest deviation from 1 of a row's sum that is floating-point error."""
 
-RANGE_ROUNDING = 1e-6
-"""How far outside [0, 1] a probability may lie."""
+ROUNDED_SUM_ERROR = 0.1
+"""Largest deviation from 1 of a row's sum that rounding to few decimals may explain."""
 
-LOG_ROUNDING = 1e-2
-"""How far from 0 the logarithm of their sum may be, and above it a logarithm: they may have been rounded to float16."""
+RANGE_ERROR = 1e-6
+"""Largest distance of a probability from [0, 1] that is floating-point error."""
+
+LOG_ERROR = 1e-2
+"""Largest deviation from 0 of the logarithm of a row's sum: log-probabilities may be rounded to float16."""
+
+GRIDS = torch.tensor([*range(2, 1001), 10**4, 10**5], dtype=torch.float64)
+"""Candidate numbers of steps between 0 and 1: one to five decimals, and averages over up to 1,000 votes or trees."""
+
+FEWEST_VALUES = 10
+"""A unit of rounding is only derived from this many probabilities strictly between 0 and 1, or more."""
+
+MOST_VALUES = 4096
+"""Number of probabilities, evenly spaced in the data, that a unit of rounding is derived from."""
 
 
-def as_logits(outputs: Tensor, kind: str) -> Tensor:  # (N, C), C > 1
-    """Logits whose softmax is the classes' probabilities; one column speaks of class 1 of two.
+class Rounding(NamedTuple):
+    """How coarse the probabilities of a data set are.
 
-    A probability of 0 becomes the smallest normal number, so that every logit is finite. Logarithms of probabilities
-    are logits, and both are returned as they are; what is computed is not in half precision.
+    Attributes:
+        floor: The probability that an exact 0 stands for.
+        unit: The unit that all probabilities are multiples of, or 0 if they are not rounded.
     """
+
+    floor: float
+    unit: float
+
+    @classmethod
+    def restore(cls, saved: list[float] | None) -> Rounding | None:
+        """The rounding in the config of a saved head, checked."""
+        if saved is None:
+            return None
+        floor, unit = map(float, saved)
+        if not (0.0 < floor <= 0.5 and 0.0 <= unit <= 0.5):
+            raise ValueError(f"a floor of {floor} for probabilities rounded to {unit}")
+        return cls(floor, unit)
+
+    def sum_error(self, classes: int) -> float:
+        """How far the sum of a row may deviate from 1."""
+        return max(SUM_ERROR, min(classes * self.unit / 2.0 * (1.0 + RANGE_ERROR), ROUNDED_SUM_ERROR))
+
+
+def as_logits(outputs: Tensor, kind: str, rounding: Rounding | None = None) -> Tensor:
+    """Converts a classifier's outputs to logits whose softmax is the probabilities of the classes.
+
+    Logits and log-probabilities are returned as they are, apart from logarithms of 0. Results are never in half
+    precision unless the outputs were log-probabilities or logits in half precision.
+
+    Args:
+        outputs: Real tensor of shape (N, C), or (N,) or (N, 1) with the score of class 1 of two.
+        kind: `"logits"`, `"probs"` or `"log-probs"`.
+        rounding: Result of `find_rounding` on the data that a method was fitted on, so that predictions treat zeros as
+            the fit did. By default it is derived from `outputs`, with a warning if zeros are replaced.
+
+    Returns:
+        Finite logits of shape (N, C) with C > 1.
+
+    Raises:
+        DataError: If the outputs are not of this kind.
+    """
+    columns = as_columns(outputs, kind)
+    if kind == "logits":
+        return columns if columns.shape[1] > 1 else beside_zero(columns)
+    convert = from_probs if kind == "probs" else from_log_probs
+    return convert(columns, rounding or find_rounding(outputs, kind, warn=True))
+
+
+def find_rounding(outputs: Tensor, kind: str, *, warn: bool = False) -> Rounding:
+    """Derives from probabilities how coarse they are, and which probability an exact 0 stands for.
+
+    If all values lie on a grid (two decimals, or tenths of a forest of ten trees), a 0 stands for half its unit;
+    otherwise for half of the smallest positive value. With fewer than ten values strictly between 0 and 1 neither is
+    known, and a 0 stands for the machine epsilon.
+
+    Args:
+        outputs: As for `as_logits`.
+        kind: As for `as_logits`; of logits nothing is derived.
+        warn: Whether to warn about zeros.
+    """
+    columns = as_columns(outputs, kind)
+    epsilon = torch.finfo(working(columns)).eps
+    if kind == "logits" or not len(columns):
+        return Rounding(epsilon, 0.0)
+    values = columns.double()
+    if kind == "log-probs":
+        values = values.exp()
+        zeros = columns.isneginf() if values.shape[1] > 1 else columns.isneginf() | (columns >= 0.0)
+    else:
+        zeros = columns <= 0.0 if values.shape[1] > 1 else (columns <= 0.0) | (columns >= 1.0)
+    inner = values[(values > 0.0) & (values < 1.0)]
+    unit, floor = 0.0, epsilon
+    if len(inner) >= FEWEST_VALUES:
+        unit = find_unit(inner[:: max(1, len(inner) // MOST_VALUES)], columns.dtype)
+        floor = (unit or float(inner.min())) / 2.0
+    floor = max(floor, torch.finfo(working(columns)).tiny)
+    if warn and bool(zeros.any()):
+        reason = f"half of their unit of rounding, {unit:.3g}" if unit else "less than any other"
+        warnings.warn(
+            f"{int(zeros.sum()):,} of {values.numel():,} probabilities are 0, which no calibration can correct. "
+            f"They are taken as {floor:.3g} ({reason}). Give logits, or unrounded probabilities, if you have them.",
+            PosthocWarning,
+            stacklevel=3,
+        )
+    return Rounding(floor, unit)
+
+
+def find_unit(values: Tensor, dtype: torch.dtype) -> float:
+    """The coarsest unit that all values (float64) are multiples of, up to floating-point error; 0 if there is none."""
+    error = 8.0 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    grids = GRIDS[error * GRIDS < 0.1].to(values.device)
+    for part in (values[:FEWEST_VALUES], values):
+        steps = part[:, None] * grids
+        grids = grids[((steps - steps.round()).abs() <= error * steps.clamp_min(1.0)).all(0)]
+    return 1.0 / float(grids[0]) if len(grids) else 0.0
+
+
+def as_columns(outputs: Tensor, kind: str) -> Tensor:  # (N, C)
     choice("kind", kind, KINDS)
     if outputs.ndim not in (1, 2) or not outputs.shape[1:].numel() or not outputs.is_floating_point():
         raise DataError(
             "Expected real outputs of shape (N, C), or (N,) for two classes, got "
             f"{outputs.dtype} of shape {tuple(outputs.shape)}."
         )
-    columns = outputs[:, None] if outputs.ndim == 1 else outputs
-    convert = {"logits": from_logits, "log-probs": from_log_probs, "probs": from_probs}[kind]
-    return convert(columns)
+    values = outputs[:, None] if outputs.ndim == 1 else outputs
+    if kind == "logits":
+        require_finite(values, "logits")
+    elif kind == "probs":
+        wrong = (values < -RANGE_ERROR) | (values > 1.0 + RANGE_ERROR) | values.isnan()
+        refuse(values, wrong, "probabilities from 0 to 1")
+    else:
+        refuse(values, (values > LOG_ERROR) | values.isnan(), "logarithms of probabilities, at most 0")
+    return values
 
 
-def from_logits(z: Tensor) -> Tensor:
-    require_finite(z, "logits")
-    return z if z.shape[1] > 1 else beside_zero(z)
-
-
-def from_probs(p: Tensor) -> Tensor:
-    refuse(p, (p < -RANGE_ROUNDING) | (p > 1.0 + RANGE_ROUNDING) | p.isnan(), "probabilities from 0 to 1")
+def from_probs(p: Tensor, rounding: Rounding) -> Tensor:
     p = p.to(working(p)).clamp(0.0, 1.0)
-    floor = lowest(p)
     if p.shape[1] == 1:
         # z = log p − log(1 − p)
-        return beside_zero(p.log().clamp_min(floor) - torch.log1p(-p).clamp_min(floor))
+        return beside_zero(log_of(p, rounding) - log_of(1.0 - p, rounding))
     total = p.sum(1, keepdim=True)
-    refuse(total, (total - 1.0).abs() > SUM_ROUNDING, "probabilities that sum to 1 in every row")
-    return p.log().clamp_min(floor)
+    wrong = (total - 1.0).abs() > rounding.sum_error(p.shape[1])
+    refuse(total, wrong, "probabilities that sum to 1 in every row", "Or are they of several labels a row?")
+    return log_of(p, rounding) - torch.where((total - 1.0).abs() > SUM_ERROR, total.log(), 0.0)
 
 
-def from_log_probs(l: Tensor) -> Tensor:  # noqa: E741
-    floor = lowest(l)
-    refuse(l, (l > LOG_ROUNDING) | l.isnan(), "logarithms of probabilities, at most 0")
-    if l.shape[1] == 1:
-        l = l.to(working(l)).clamp(max=0.0)  # noqa: E741
-        # log(1 − eˡ), by the form that is exact on either side of one half
-        complement = torch.where(l > -math.log(2.0), (-torch.expm1(l)).log(), torch.log1p(-l.exp()))
-        return beside_zero(l.masked_fill(l.isneginf(), floor) - complement.clamp_min(floor))
-    total = l.to(working(l)).logsumexp(1, keepdim=True)
-    refuse(total, total.abs() > LOG_ROUNDING, "logarithms of probabilities that sum to 1 (to 0 in logarithms)")
-    return l.masked_fill(l.isneginf(), floor)
+def log_of(p: Tensor, rounding: Rounding) -> Tensor:
+    return torch.where(p > RANGE_ERROR * rounding.unit, p.log(), math.log(rounding.floor))
+
+
+def from_log_probs(log_p: Tensor, rounding: Rounding) -> Tensor:
+    floor = math.log(rounding.floor)
+    if log_p.shape[1] == 1:
+        log_p = log_p.to(working(log_p)).clamp(max=0.0)
+        # log(1 − p) has two forms, one accurate for p above one half and one below
+        complement = torch.where(log_p > -math.log(2.0), (-torch.expm1(log_p)).log(), torch.log1p(-log_p.exp()))
+        return beside_zero(log_p.masked_fill(log_p.isneginf(), floor) - complement.masked_fill(log_p == 0.0, floor))
+    total = log_p.to(working(log_p)).logsumexp(1, keepdim=True)
+    wrong = total.abs() > max(LOG_ERROR, rounding.sum_error(log_p.shape[1]))
+    refuse(total, wrong, "logarithms of probabilities that sum to 1 (to 0 in logarithms)")
+    return log_p.masked_fill(log_p.isneginf(), floor)
 
 
 def beside_zero(z: Tensor) -> Tensor:  # (N, 2)
@@ -79,15 +199,10 @@ def working(values: Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
 
 
-def lowest(values: Tensor) -> float:
-    """The logarithm that stands for that of 0."""
-    return math.log(torch.finfo(working(values)).tiny)
-
-
-def refuse(values: Tensor, wrong: Tensor, expected: str) -> None:
+def refuse(values: Tensor, wrong: Tensor, expected: str, hint: str = "") -> None:
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()
         raise DataError(
             f"Expected {expected}, got {float(values[row, column]):.6g} in row {row}. Are these logits, or of another "
-            f"kind than you said? The kinds are {', '.join(KINDS)}."
+            f"kind than you said? The kinds are {', '.join(KINDS)}. {hint}".rstrip()
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from html import escape
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ HASHED_WHOLE, HASHED_ROWS = 2**30, 2**16
 """Up to so many bytes all rows are hashed; beyond, so many of them, evenly spaced."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Outputs:
     """A predictor's outputs on N points, with the targets and, where known, the features and inputs behind them.
 
@@ -65,8 +67,26 @@ class Outputs:
         return len(self.outputs)
 
     def __getitem__(self, rows: Any) -> Outputs:
+        """Some rows: one by its number, a slice, a mask or a tensor of numbers. The result keeps the row axis."""
+        if isinstance(rows, int) and not -len(self) <= rows < len(self):
+            raise IndexError(f"Expected a row from 0 to {len(self) - 1}, got {rows}.")
         rows = as_rows(rows)
         return self._map(lambda part: part[rows])
+
+    def __iter__(self) -> Iterator[Outputs]:
+        return (self[row] for row in range(len(self)))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        array = self.outputs.cpu().numpy()
+        return np.array(array, dtype=dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        parts = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        shapes = [f"{name}={tuple(part.shape)}" for name, part in parts if part is not None]
+        return f"Outputs({', '.join(shapes)}, {str(self.outputs.dtype).removeprefix('torch.')})"
+
+    def _repr_html_(self) -> str:
+        return f"<code>{escape(repr(self))}</code>"
 
     def space(self, name: str) -> Tensor | None:
         """A block of kernel coordinates by name: "features", "inputs" or "outputs"."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from posthoc import DataError, OptionError
-from posthoc.collect.class_scores import as_logits
+from posthoc import DataError, OptionError, Outputs, PosthocWarning
+from posthoc.collect.class_scores import as_logits, find_rounding
+from posthoc.methods import REGISTRY, load
 
 
 def logits(rows: int = 50, classes: int = 5, *, scale: float = 3.0) -> Tensor:
@@ -38,6 +40,7 @@ def test_one_column_speaks_of_class_1_of_two(shape: tuple[int, ...], dtype: torc
         torch.testing.assert_close(found[:, 1], z, **close)
 
 
+@pytest.mark.filterwarnings("ignore:.*probabilities are 0")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["probs", "log-probs"])
 def test_certainty_is_finite(dtype: torch.dtype, kind: str) -> None:
@@ -48,10 +51,72 @@ def test_certainty_is_finite(dtype: torch.dtype, kind: str) -> None:
     found, binary = as_logits(p, kind), as_logits(sure, kind)
     for z in (found, binary):
         assert bool(z.isfinite().all())
-    torch.testing.assert_close(found.double().softmax(1), torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.0, 0.5]]).double())
-    assert binary[:2].double().softmax(1).tolist() == [[1.0, pytest.approx(0.0)], [pytest.approx(0.0), 1.0]]
+    expected = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.0, 0.5]]).double()
+    torch.testing.assert_close(found.double().softmax(1), expected, atol=1e-6, rtol=0.0)
+    torch.testing.assert_close(binary[:2].double().softmax(1), torch.eye(2).double(), atol=1e-6, rtol=0.0)
     assert abs(float(binary[2, 1])) < 0.01
-    assert float(found.min()) == pytest.approx(-708.4 if dtype == torch.float64 else -87.3, rel=0.01)
+    assert float(found.min()) == pytest.approx(math.log(torch.finfo(found.to(torch.float32).dtype).eps), rel=1.3)
+
+
+def rounded(decimals: int | None, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Overconfident probabilities, rounded, and labels."""
+    z = logits(4000, 10, scale=1.5)
+    labels = torch.multinomial(z.softmax(1), 1, generator=torch.Generator().manual_seed(1))[:, 0]
+    p = (3.0 * z).softmax(1)
+    return (p if decimals is None else p.round(decimals=decimals)).to(dtype), labels
+
+
+@pytest.mark.filterwarnings("ignore:.*probabilities are 0")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("decimals", "loss"), [(4, 0.02), (3, 0.05), (2, 0.1)])
+def test_rounding_costs_calibration_little(decimals: int, loss: float, dtype: torch.dtype) -> None:
+    def score(decimals: int | None) -> float:
+        p, labels = rounded(decimals, dtype)
+        method = REGISTRY["temperature"](None, "classification", outputs_are="probs")
+        method.fit(Outputs(p[:2000], labels[:2000]))
+        # One row at a time: what a zero stands for was derived in the fit.
+        parts = [method.predict(Outputs(p[at : at + 1])).log_prob(labels[at : at + 1]) for at in range(2000, 2200)]
+        whole = method.predict(Outputs(p[2000:])).log_prob(labels[2000:])
+        torch.testing.assert_close(torch.cat(parts), whole[:200])
+        return -float(whole.mean())
+
+    assert score(decimals) < score(None) + loss
+
+
+def test_zeros_of_a_forest_are_half_a_vote() -> None:
+    votes = torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(0)).double()
+    p = votes[votes.sum(1) > 0]
+    p = torch.cat([p, 30.0 - p.sum(1, keepdim=True)], 1) / 30.0
+    with pytest.warns(PosthocWarning, match=r"\d+ probabilities are 0.*taken as 0\.0167.*rounding, 0\.0333"):
+        z = as_logits(p, "probs")
+    assert float(z[p == 0.0].exp().max()) == pytest.approx(1.0 / 60.0)
+    torch.testing.assert_close(z[p > 0.0], p[p > 0.0].log())
+    with pytest.warns(PosthocWarning, match="taken as 0.0167"):
+        from_logs = as_logits(p.log(), "log-probs")
+    torch.testing.assert_close(from_logs, z)
+
+
+def test_unrounded_zeros_are_less_than_any_other_probability() -> None:
+    p = torch.cat([logits(classes=4).softmax(1), torch.zeros(50, 1, dtype=torch.float64)], 1)
+    with pytest.warns(PosthocWarning, match=r"50 of 250 .* \(less than any other\)"):
+        z = as_logits(p, "probs")
+    assert float(z[:, 4].max()) == pytest.approx(math.log(float(p[:, :4].min()) / 2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_floating_point_numbers_are_not_taken_for_rounded_ones(dtype: torch.dtype) -> None:
+    p = logits(500, 10).softmax(1).to(dtype)
+    assert find_rounding(p, "probs").unit == 0.0
+    assert find_rounding(p.double(), "probs").unit == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:.*probabilities are 0")
+def test_rows_may_sum_to_one_within_their_rounding() -> None:
+    p, _ = rounded(2)
+    assert not torch.allclose(p.sum(1), torch.ones((), dtype=torch.float64), atol=5e-3)
+    torch.testing.assert_close(as_logits(p, "probs").exp().sum(1), torch.ones(4000).double(), atol=0.05, rtol=0.0)
+    with pytest.raises(DataError, match=r"sum to 1 in every row, got 2\.15 in row 4000.*several labels a row"):
+        as_logits(torch.cat([p, torch.tensor([[1.0, 1.0, 0.15] + 7 * [0.0]])]), "probs")
 
 
 def test_unlikely_logarithms_stay_as_they_are() -> None:
@@ -61,6 +126,7 @@ def test_unlikely_logarithms_stay_as_they_are() -> None:
     torch.testing.assert_close(z, torch.tensor([30.0, 7.0]) * math.log(10.0))
 
 
+@pytest.mark.filterwarnings("ignore:.*probabilities are 0")
 def test_rounding_to_half_precision_is_no_mistake() -> None:
     for z in (logits(100, 1000), torch.zeros(3, 1000), torch.zeros(3, 3), logits(100, 10, scale=20.0)):
         p = z.double().softmax(1)
@@ -70,12 +136,14 @@ def test_rounding_to_half_precision_is_no_mistake() -> None:
         assert bool(as_logits(p.half().float(), "probs").isfinite().all())
 
 
+@pytest.mark.filterwarnings("ignore:.*probabilities are 0")
 def test_rounding_beyond_the_range_is_no_mistake() -> None:
     found = as_logits(torch.tensor([1.0 + 1e-7, -1e-8, 0.25]), "probs")
     assert bool(found.isfinite().all())
     assert as_logits(torch.tensor([0.001]), "log-probs").isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:.*probabilities are 0")
 @pytest.mark.parametrize(
     ("outputs", "kind", "message"),
     [
@@ -113,3 +181,15 @@ def test_rows_are_independent() -> None:
         parts = [as_logits(outputs[at : at + 7], kind) for at in range(0, 50, 7)]
         assert torch.equal(torch.cat(parts), as_logits(outputs, kind))
     assert as_logits(torch.zeros(0, 3), "probs").shape == (0, 3)
+
+
+def test_head_keeps_the_rounding(tmp_path: Path) -> None:
+    p, labels = rounded(2)
+    method = REGISTRY["temperature"](None, "classification", outputs_are="probs")
+    with pytest.warns(PosthocWarning, match="are 0"):
+        method.fit(Outputs(p, labels))
+    method.save(tmp_path / "head.safetensors")
+    loaded = load(tmp_path / "head.safetensors")
+    row = Outputs(torch.tensor([[1.0] + 9 * [0.0]], dtype=torch.float64))
+    assert torch.equal(loaded.predict(row).probs, method.predict(row).probs)
+    assert float(loaded.predict(row).probs[0, 1]) > 0.001

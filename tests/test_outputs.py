@@ -1,0 +1,30 @@
+"""`Outputs` behaves as a sequence of rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from posthoc import Outputs
+
+
+def test_rows_end() -> None:
+    outputs = Outputs(torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 1]))
+    assert [row.outputs.tolist() for row in outputs] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0, 5.0]]]
+    assert len(outputs[-1]) == 1
+    for row in (3, -4):
+        with pytest.raises(IndexError, match="a row from 0 to 2"):
+            outputs[row]
+
+
+def test_array_is_of_the_outputs() -> None:
+    outputs = Outputs(torch.arange(6.0).reshape(3, 2))
+    assert np.asarray(outputs).tolist() == outputs.outputs.tolist()
+    assert np.asarray(outputs, dtype=np.float64).dtype == np.float64
+
+
+def test_repr_shows_shapes() -> None:
+    outputs = Outputs(torch.zeros(10_000, 3), torch.zeros(10_000, dtype=torch.long), features=torch.zeros(10_000, 8))
+    assert repr(outputs) == "Outputs(outputs=(10000, 3), targets=(10000,), features=(10000, 8), float32)"
+    assert outputs._repr_html_() == f"<code>{outputs!r}</code>"
