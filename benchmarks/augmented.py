@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.harness import console, finish, options, with_data, yes
 from posthoc import FMGP, MAP, PosthocWarning
-from posthoc.evaluate.metrics import Scores
+from posthoc.evaluate.scores import Scores
 from reproduction.data import cifar10
 from reproduction.experiments.cifar_networks import normalised, pretrained
 

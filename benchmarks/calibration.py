@@ -21,7 +21,7 @@ from rich.table import Table
 from benchmarks.harness import console, finish, options, synchronise, with_data, yes
 from posthoc import FMGP, Outputs, Temperature
 from posthoc.base import Method
-from posthoc.evaluate.evaluate import scores
+from posthoc.evaluate.evaluate import score
 
 FIGURES = ("nll", "ece", "accuracy", "ood_auc")
 HALF = 5000
@@ -89,7 +89,7 @@ def figures(method: Method, fit: Outputs, test: Outputs, ood: Outputs | None) ->
     method.fit(fit)
     synchronise(device)
     seconds = time.perf_counter() - begin
-    found = scores(method, test, ood)
+    found = score(method, test, ood).figures
     return {name: found[name] for name in FIGURES if name in found} | {"fit_seconds": seconds}
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.harness import with_data
 from benchmarks.machine import describe
 from posthoc import FMGP, Outputs, Predictive
-from posthoc.evaluate.metrics import CQM, CRPS, NLL
+from posthoc.evaluate.metrics import cqm, crps, nll
 from posthoc.predictive.base import RegressionPredictive
 
 Split = tuple[Tensor, Tensor]
@@ -61,7 +61,7 @@ def train_mlp(x: Tensor, y: Tensor, seed: int, epochs: int = 40) -> nn.Module:
 
 
 def regression_scores(pred: Predictive, y: Tensor) -> dict[str, float]:
-    return {"nll": float(NLL()(pred, y)), "crps": float(CRPS()(pred, y)), "cqm": float(CQM()(pred, y))}
+    return {"nll": float(nll(pred, y)), "crps": float(crps(pred, y)), "cqm": float(cqm(pred, y))}
 
 
 def uci(folder: Path, name: str, seed: int) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def classification(fit: Outputs, test: Outputs, seed: int, **options: Any) -> di
     nll, temperature = temperature_nll(fit, test)
     return {
         "fmgp": {
-            "nll": float(NLL()(pred, test.targets)),
+            "nll": float(nll(pred, test.targets)),
             "classes_changed": int((pred.probs.argmax(-1) != test.outputs.argmax(-1)).sum()),
             "fit_seconds": seconds,
         },

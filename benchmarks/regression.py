@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from benchmarks.harness import console
 from benchmarks.machine import describe
 from posthoc import FMGP, Predictive
-from posthoc.evaluate.metrics import CQM, CRPS, NLL, RMSE, Coverage
+from posthoc.evaluate.metrics import coverage, cqm, crps, nll, rmse
 from posthoc.methods import MAP, Laplace
 from posthoc.predictive.base import RegressionPredictive
 from reproduction.data import load
@@ -144,10 +144,10 @@ METHODS: dict[str, Method] = {
 
 
 def scores(pred: Predictive, y: Tensor, fitted_on: int) -> dict[str, Any]:
-    result: dict[str, Any] = {m.__name__.lower(): float(m()(pred, y)) for m in (NLL, CRPS, CQM, RMSE)}
+    result: dict[str, Any] = {m.__name__: float(m(pred, y)) for m in (nll, crps, cqm, rmse)}
     result["coverage"] = {}
     for level in LEVELS:
-        share = float(Coverage(level)(pred, y))
+        share = float(coverage(pred, y, level))
         band = 2.0 * math.sqrt(level * (1.0 - level) * (1.0 / fitted_on + 1.0 / len(y)))
         result["coverage"][str(level)] = {"share": share, "band": band, "inside": abs(share - level) <= band}
     return result

@@ -95,7 +95,7 @@ def test_time_is_of_the_fit_and_of_the_predictions(monkeypatch):
             return predict
 
     monkeypatch.setattr(
-        "posthoc.evaluate.metrics.scores.Scores.compute", lambda self: now.__setitem__(0, now[0] + 100.0) or {}
+        "posthoc.evaluate.scores.Scores.compute", lambda self: now.__setitem__(0, now[0] + 100.0) or {}
     )
     figures = compare(None, classified(), classified(1500), [Slow])["slow"].figures
     assert figures["fit_seconds"] == 7.0

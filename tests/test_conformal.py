@@ -34,7 +34,7 @@ from posthoc import (
     save_outputs,
 )
 from posthoc.base import Method
-from posthoc.evaluate.metrics import Coverage, Width
+from posthoc.evaluate.metrics import coverage, width
 from posthoc.io import read_tensors, write_tensors
 from posthoc.predictive.base import ClassificationPredictive, Predictive, RegressionPredictive
 from posthoc.predictive.conformal import (
@@ -158,9 +158,7 @@ def test_a_fitted_method_covers_where_its_own_intervals_do_not():
     data = Outputs(outputs, outputs + error)
     method = FMGP(None, "regression", **QUICK).fit(Outputs(outputs[:200], outputs[:200] + 0.1 * error[:200]))
     pred = method.conformal(data[200:1200]).predict(data[1200:])
-    own = Coverage(0.9)
-    own.update(pred.base, data.targets[1200:])
-    assert own.compute() < 0.5
+    assert coverage(pred.base, data.targets[1200:], 0.9) < 0.5
     assert abs(pred.covers(data.targets[1200:], 0.9).double().mean() - 0.9) < 4.0 * math.sqrt(0.09 / 1000 + 0.09 / 1800)
 
 
@@ -501,11 +499,8 @@ def test_arrays_are_cut_into_batches_that_fit_into_memory():
 def test_the_usual_metrics_judge_conformal_intervals():
     (pred, y), (new, truth) = drawn_values(50, 0), drawn_values(80, 1)
     found = answers(pred, y, new)
-    coverage, width = Coverage(0.8), Width(0.8)
-    coverage.update(found, truth)
-    width.update(found, truth)
-    assert coverage.compute() == found.covers(truth, 0.8).double().mean()
-    torch.testing.assert_close(width.compute(), found.width(0.8).mean())
+    assert coverage(found, truth, 0.8) == found.covers(truth, 0.8).double().mean()
+    torch.testing.assert_close(width(found, truth, 0.8), found.width(0.8).double().mean())
 
 
 def test_classes_may_be_very_many():

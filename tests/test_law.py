@@ -10,7 +10,7 @@ import torch
 from scipy import integrate, optimize, stats
 from torch import Tensor
 
-from posthoc.evaluate.metrics import CQM, CRPS, Coverage, crps_of_draws
+from posthoc.evaluate.metrics import coverage, cqm, crps, crps_of_draws
 from posthoc.predictive import residual_mixture as law_module
 from posthoc.predictive.base import RegressionPredictive
 from posthoc.predictive.residual_mixture import NORMAL, PRIOR_ROWS, Law, balanced, mixed, normals
@@ -191,8 +191,8 @@ def test_the_normal_law_is_the_gaussian_predictive() -> None:
     for ask in ("cdf", "log_prob"):
         torch.testing.assert_close(getattr(same, ask)(y), getattr(gaussian, ask)(y))
     torch.testing.assert_close(same.interval(0.9), gaussian.interval(0.9))
-    for metric in (CRPS, CQM, Coverage):
-        torch.testing.assert_close(metric()(same, y), metric()(gaussian, y))
+    for metric in (crps, cqm, coverage):
+        torch.testing.assert_close(metric(same, y), metric(gaussian, y))
 
 
 def test_a_predictive_is_consistent_with_its_law() -> None:
@@ -210,7 +210,7 @@ def test_a_predictive_is_consistent_with_its_law() -> None:
     torch.testing.assert_close(draws.mean(0), pred.mean, rtol=0.0, atol=0.03)
     torch.testing.assert_close(draws.var(0), pred.variance, rtol=0.06, atol=0.0)
     by_draws = crps_of_draws(draws[:4000], y, fair=True).mean()
-    torch.testing.assert_close(CRPS()(pred, y), by_draws, rtol=0.02, atol=0.0)
+    torch.testing.assert_close(crps(pred, y), by_draws, rtol=0.02, atol=0.0)
     assert law.variance.tolist() == pytest.approx([1.0, 1.0])
 
 

@@ -1,42 +1,49 @@
-"""What holds for every metric: batches, order, ranks, empty data, NaN, copies; and the data the other tests score."""
+"""Metrics against scikit-learn, quadrature and definitions written as loops."""
 
 from __future__ import annotations
 
-import copy
-import pickle
-import warnings
-from collections.abc import Callable
-from typing import Any
+import math
+from functools import partial
+from itertools import pairwise, permutations
 
+import numpy as np
 import pytest
+import sklearn.calibration as calibration  # type: ignore[import-untyped]
+import sklearn.metrics as sk  # type: ignore[import-untyped]
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats  # type: ignore[import-untyped]
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
 
 from posthoc import DataError, OptionError, WrongTaskError
+from posthoc.evaluate import metrics
 from posthoc.evaluate.metrics import (
-    AURC,
-    CQM,
-    CRPS,
-    ECE,
-    MAE,
-    NLL,
-    OOD,
-    RMSE,
-    Accuracy,
-    AdaptiveECE,
-    Brier,
-    Coverage,
-    EntropyHistogram,
-    RiskCoverage,
-    SampleCRPS,
-    Scores,
-    Width,
+    accuracy,
+    aurc,
+    auroc,
+    brier,
+    coverage,
+    cqm,
+    crps,
+    crps_of_draws,
+    ece,
+    entropy_histogram,
+    fpr_at,
+    mae,
+    nll,
+    ood_detection,
+    risk_coverage,
+    rmse,
+    selective_risk,
+    width,
 )
-from posthoc.evaluate.metrics import rows as row_scores
-from posthoc.predictive.base import ClassificationPredictive, Predictive, RegressionPredictive
+from posthoc.predictive.base import ClassificationPredictive, RegressionPredictive
+from tests import oracles
 
 DOUBLE = torch.float64
+CLASS_UNCERTAINTIES = ("entropy", "least_confidence", "variance", "mutual_information")
+adaptive_ece = partial(ece, equal_mass=True)
 
 
 def real_case(n=60, outputs=1, dtype=DOUBLE, seed=0) -> tuple[RegressionPredictive, Tensor]:
@@ -58,270 +65,431 @@ def class_case(n=60, classes=4, dtype=DOUBLE, seed=0, sharpness=2.0) -> tuple[Cl
     return ClassificationPredictive(*parts), y
 
 
-def with_draws(metric: SampleCRPS, pred: RegressionPredictive, y: Tensor) -> None:
-    metric.update(torch.stack([pred.quantile(q) for q in (0.2, 0.5, 0.6, 0.9)]), y)
+def predictions(probs) -> ClassificationPredictive:
+    log_probs = torch.as_tensor(probs, dtype=torch.float64).log()
+    return ClassificationPredictive(log_probs, torch.zeros_like(log_probs), log_probs, torch.ones(()))
 
 
-def with_first_class_outside(metric: OOD, pred: Predictive, y: Tensor) -> None:
-    metric.update(pred[y != 0], False)
-    metric.update(pred[y == 0], True)
+def two_classes(confidence) -> ClassificationPredictive:
+    """Class 0 is predicted, with these probabilities of at least one half."""
+    confidence = torch.as_tensor(confidence, dtype=torch.float64)
+    return predictions(torch.stack([confidence, 1.0 - confidence], -1))
 
 
-def plainly(metric: Metric, pred: Predictive, y: Tensor) -> None:
-    metric.update(pred, y)
+def test_against_scikit_learn():
+    pred, y = class_case(200)
+    p = pred.probs
+    assert float(nll(pred, y)) == pytest.approx(sk.log_loss(y, p, labels=range(4)))
+    assert float(accuracy(pred, y)) == pytest.approx(sk.accuracy_score(y, p.argmax(-1)))
+    assert float(brier(pred, y)) == pytest.approx(sk.brier_score_loss(y, p, labels=range(4), scale_by_half=False))
 
 
-Feed = Callable[[Any, Any, Tensor], None]
-
-METRICS: dict[str, tuple[Callable[..., Metric], Callable[..., Any], Feed]] = {
-    "nll": (NLL, real_case, plainly),
-    "rmse": (RMSE, real_case, plainly),
-    "mae": (MAE, real_case, plainly),
-    "crps": (CRPS, real_case, plainly),
-    "crps of draws": (SampleCRPS, real_case, with_draws),
-    "cqm": (CQM, real_case, plainly),
-    "coverage": (Coverage, real_case, plainly),
-    "width": (Width, real_case, plainly),
-    "aurc of errors": (lambda **k: AURC("variance", **k), real_case, plainly),
-    "scores of a regression": (lambda **k: Scores("regression", **k), real_case, plainly),
-    "nll of classes": (NLL, class_case, plainly),
-    "accuracy": (Accuracy, class_case, plainly),
-    "brier": (Brier, class_case, plainly),
-    "ece": (ECE, class_case, plainly),
-    "adaptive ece": (AdaptiveECE, class_case, plainly),
-    "entropies": (EntropyHistogram, class_case, plainly),
-    "risk and coverage": (RiskCoverage, class_case, plainly),
-    "aurc": (AURC, class_case, plainly),
-    "ood": (OOD, class_case, with_first_class_outside),
-    "scores of classes": (lambda **k: Scores("classification", **k), class_case, plainly),
-}
-
-every_metric = pytest.mark.parametrize("name", METRICS)
+def test_brier_by_hand():
+    pred, y = predictions([[0.7, 0.2, 0.1], [1.0, 0.0, 0.0]]), torch.tensor([1, 2])
+    assert float(brier(pred, y)) == pytest.approx(((0.7**2 + 0.8**2 + 0.1**2) + 2.0) / 2)
 
 
-def figures(metric: Metric) -> list[float]:
-    """What compute gives, whatever its form, as numbers."""
-    value = metric.compute()
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
-    return torch.cat([torch.as_tensor(part, dtype=DOUBLE).reshape(-1) for part in parts]).tolist()
+def test_probabilities_that_underflow():
+    logits = torch.tensor([[300.0, 0.0, -300.0], [0.0, 200.0, -500.0]])
+    pred = ClassificationPredictive(logits, torch.zeros(2, 3), logits.log_softmax(-1), torch.ones(()))
+    y = torch.tensor([2, 1])
+    assert float(pred.probs[0, 2]) == 0.0
+    assert float(nll(pred, y)) == pytest.approx(300.0)
+    assert float(brier(pred, y)) == pytest.approx(1.0)
+    assert float(ece(pred, y)) == pytest.approx(0.5)
+    impossible = predictions([[1.0, 0.0]])
+    assert float(nll(impossible, torch.tensor([1]))) == math.inf
 
 
-def fed(name: str, *batches: Any, **options: Any) -> Metric:
-    make, case, feed = METRICS[name]
-    pred, y = case()
-    metric = make(**options)
-    for rows in batches:
-        feed(metric, pred[rows], y[rows])
-    return metric
+def test_the_networks_choice_is_the_predicted_class_where_probabilities_tie():
+    logits = torch.tensor([[1.0, 1.0 + 1e-7, -5.0]])
+    half = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    pred = ClassificationPredictive(logits, torch.zeros(1, 3), half, torch.ones(()))
+    assert float(accuracy(pred, torch.tensor([1]))) == 1.0
 
 
-@every_metric
-def test_batches_and_their_order_do_not_matter(name):
-    whole = figures(fed(name, slice(None)))
-    assert figures(fed(name, slice(0, 7), slice(7, 7), slice(7, 60))) == pytest.approx(whole, rel=1e-12)
-    shuffled = torch.randperm(60, generator=torch.Generator().manual_seed(1))
-    assert figures(fed(name, *shuffled.split(13))) == pytest.approx(whole, rel=1e-12)
-    assert figures(fed(name, slice(0, 7))) != pytest.approx(whole, rel=1e-3)
+def ece_by_loops(confidence, hits, edges) -> float:
+    """Σ_b (n_b / N) |accuracy_b - confidence_b| over bins (a, b]."""
+    total = 0.0
+    for a, b in pairwise(edges):
+        members = [i for i, c in enumerate(confidence) if a < c <= b]
+        if members:
+            gap = np.mean([hits[i] for i in members]) - np.mean([confidence[i] for i in members])
+            total += len(members) / len(confidence) * abs(gap)
+    return total
 
 
-@every_metric
-def test_states_of_two_ranks_are_merged(name):
-    one, other, none = fed(name, slice(0, 11)), fed(name, slice(11, 60)), fed(name)
-    part = figures(one)
-    one.merge_state(other)
-    one.merge_state(none)
-    none.merge_state(one)
-    whole = figures(fed(name, slice(None)))
-    assert figures(one) == pytest.approx(whole, rel=1e-12)
-    assert figures(none) == pytest.approx(whole, rel=1e-12)
-    assert part != pytest.approx(whole, rel=1e-3)
+@pytest.mark.parametrize("bins", [1, 10, 15])
+def test_ece_by_loops(bins):
+    pred, y = class_case(300)
+    confidence, top = pred.probs.max(-1)
+    found = float(ece(pred, y, bins))
+    assert found > 0.05
+    assert found == pytest.approx(ece_by_loops(confidence.tolist(), (top == y).tolist(), np.linspace(0, 1, bins + 1)))
 
 
-@every_metric
-def test_an_empty_metric_says_so_and_nothing_else(name):
-    metric = fed(name)
-    for _ in range(2):  # never fed, then fed with nothing
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with pytest.raises(DataError, match=r"Expected some .*data before .*compute\(\), got none"):
-                metric.compute()
-        _, case, feed = METRICS[name]
-        pred, y = case()
-        feed(metric, pred[:0], y[:0])
+def test_bins_are_closed_on_the_right():
+    """0.5 and 0.75 end their bins, and certainty is in the last one with what is almost certain."""
+    confidence, hits = [0.5, 0.6, 0.75, 0.76, 1.0], [1, 0, 1, 0, 1]
+    pred, y = two_classes(confidence), 1 - torch.tensor(hits)
+    assert float(ece(pred, y, 4)) == pytest.approx((0.5 + abs(1 - 1.35) + abs(1 - 1.76)) / 5)
 
 
-@every_metric
-def test_copies_resets_and_moves(name):
-    metric = fed(name, slice(0, 30))
-    half = figures(metric)
-    copies = [copy.deepcopy(metric), pickle.loads(pickle.dumps(metric)), metric.clone()]
-    metric.to("cpu")
-    _, case, feed = METRICS[name]
-    pred, y = case()
-    feed(metric, pred[30:], y[30:])
-    whole = figures(fed(name, slice(None)))
-    assert figures(metric) == pytest.approx(whole, rel=1e-12)
-    for made in copies:
-        assert figures(made) == pytest.approx(half, rel=1e-12)
-    metric.reset()
-    feed(metric, pred[:30], y[:30])
-    assert figures(metric) == pytest.approx(half, rel=1e-12)
+@pytest.mark.parametrize(("n", "bins"), [(300, 15), (90, 10), (40, 4)])
+def test_adaptive_ece_against_scikit_learn(n, bins):
+    pred, y = class_case(n)
+    confidence, top = pred.probs.max(-1)
+    hits = (top == y).double()
+    true, said = calibration.calibration_curve(hits, confidence, n_bins=bins, strategy="quantile")
+    assert len(true) == bins
+    assert float(ece(pred, y, bins, equal_mass=True)) == pytest.approx(np.abs(true - said).mean())
 
 
-def test_calling_a_metric_scores_the_batch_and_adds_it():
-    pred, y = class_case()
-    metric, scores = Brier(), Scores("classification")
-    for rows in (slice(0, 20), slice(20, 60)):
-        alone = Scores("classification")
-        alone.update(pred[rows], y[rows])
-        assert float(metric(pred[rows], y[rows])) == pytest.approx(alone.compute()["brier"], rel=1e-12)
-        assert scores(pred[rows], y[rows]) == pytest.approx(alone.compute(), rel=1e-12)
-    assert figures(metric) == pytest.approx(figures(fed("brier", slice(None))), rel=1e-12)
-    assert figures(scores) == pytest.approx(figures(fed("scores of classes", slice(None))), rel=1e-12)
+def test_adaptive_ece_where_the_points_do_not_divide_equally():
+    confidence = torch.linspace(0.51, 0.99, 11, dtype=torch.float64)
+    hits = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 0, 1, 1])
+    gaps = (hits - confidence).split([3, 3, 3, 2])
+    expected = sum(abs(float(gap.sum())) for gap in gaps) / 11
+    assert float(ece(two_classes(confidence), 1 - hits, 4, equal_mass=True)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["nll", "rmse", "crps", "crps of draws", "cqm", "width", "aurc of errors"])
-def test_nan_predictions_are_refused_and_leave_no_trace(name):
-    metric = fed(name, slice(0, 30))
-    before = figures(metric)
-    pred, y = real_case()
-    spoilt = RegressionPredictive(pred.mean.index_fill(0, torch.tensor(3), torch.nan), pred.variance, pred.noise)
-    with pytest.raises(DataError, match="NaN in row 3"):
-        METRICS[name][2](metric, spoilt, y)
-    assert figures(metric) == before
+def test_adaptive_ece_of_fewer_points_than_bins_and_of_ties():
+    pred, y = two_classes([0.6, 0.9]), torch.tensor([0, 1])
+    assert float(ece(pred, y, 15, equal_mass=True)) == pytest.approx((0.4 + 0.9) / 2)
+    tied, y = two_classes([0.8] * 10), torch.tensor([0] * 7 + [1] * 3)
+    assert float(ece(tied, y, 5, equal_mass=True)) == pytest.approx(0.1)
+    assert float(ece(tied, y.flip(0), 5, equal_mass=True)) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("name", ["ece", "adaptive ece", "entropies", "aurc", "ood", "brier", "scores of classes"])
-def test_nan_probabilities_are_refused_and_leave_no_trace(name):
-    metric = fed(name, slice(0, 30))
-    before = figures(metric)
-    pred, y = class_case()
-    spoilt = ClassificationPredictive(pred.mean, pred.variance, pred.log_probs * torch.nan, pred.temperature)
-    with pytest.raises(DataError, match="NaN in row 0"):
-        METRICS[name][2](metric, spoilt, y)
-    assert figures(metric) == before
+@pytest.mark.parametrize("metric", [ece, adaptive_ece])
+def test_calibrated_predictions_have_a_small_error_and_others_theirs(metric):
+    g = torch.Generator().manual_seed(0)
+    confidence = 0.5 + 0.5 * torch.rand(100_000, dtype=torch.float64, generator=g)
+    y = (torch.rand(100_000, dtype=torch.float64, generator=g) > confidence).long()
+    assert float(metric(two_classes(confidence), y)) < 0.01
+    bolder = 0.5 + 0.5 * (2 * confidence - 1).sqrt()
+    expected = float((bolder - confidence).mean())
+    assert float(metric(two_classes(bolder), y)) == pytest.approx(expected, abs=0.01)
 
 
-def test_a_batch_is_scored_whole_or_not_at_all():
-    """NaN where only some of the metrics look."""
-    metric = fed("scores of classes", slice(0, 30))
-    before = figures(metric)
-    pred, y = class_case()
-    log_probs = pred.log_probs.scatter(-1, ((y + 1) % 4)[:, None], torch.nan)  # never the label's own
-    spoilt = ClassificationPredictive(pred.mean, pred.variance, log_probs, pred.temperature)
-    NLL().update(spoilt, y)
-    for add in (metric.update, metric):
-        with pytest.raises(DataError, match="NaN in row 0"):
-            add(spoilt, y)
-        assert figures(metric) == before
+@settings(max_examples=50, deadline=None)
+@given(
+    n=st.integers(1, 30),
+    classes=st.integers(2, 6),
+    seed=st.integers(0, 10_000),
+    sharpness=st.sampled_from([0.0, 1, 30]),
+)
+def test_ranges(n, classes, seed, sharpness):
+    pred, y = class_case(n, classes, seed=seed, sharpness=sharpness)
+    assert 0.0 <= float(accuracy(pred, y)) <= 1.0
+    assert 0.0 <= float(brier(pred, y)) <= 2.0
+    one_bin = abs(float(accuracy(pred, y)) - float(pred.probs.amax(-1).mean()))
+    for equal_mass in (False, True):
+        found, coarse = (float(ece(pred, y, bins, equal_mass=equal_mass)) for bins in (15, 1))
+        assert one_bin - 1e-12 <= found <= 1.0  # more bins can only add
+        assert coarse == pytest.approx(one_bin, abs=1e-12)
 
 
-def test_bad_targets_leave_no_trace():
-    for name, bad in (("scores of classes", torch.full((60,), 9)), ("scores of a regression", torch.zeros(59, 1))):
-        metric = fed(name, slice(0, 30))
-        before = figures(metric)
-        pred, _ = METRICS[name][1]()
-        with pytest.raises(DataError, match="Expected"):
-            metric.update(pred, bad)
-        assert figures(metric) == before
+def test_entropy_histogram_against_numpy():
+    pred, _ = class_case(500)
+    edges, counts = entropy_histogram(pred, 20)
+    expected, where = np.histogram(pred.entropy(), 20, (0.0, math.log(4)))
+    assert counts.tolist() == expected.tolist()
+    assert edges.tolist() == pytest.approx(where.tolist())
+    extremes = entropy_histogram(predictions([[1 / 3] * 3, [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]), 3)[1]
+    assert extremes.tolist() == [1, 1, 1]
 
 
-@every_metric
-def test_predictions_of_the_other_task_are_refused(name):
-    make, case, feed = METRICS[name]
-    pred, y = (class_case if case is real_case else real_case)()
-    if name in ("nll", "nll of classes", "aurc of errors"):
-        return  # these take both
-    with pytest.raises(WrongTaskError, match=r"is for|Expected"):
-        feed(make(), pred, y if case is real_case else torch.zeros(60, dtype=torch.long))
+def test_rounding_does_not_put_an_entropy_beyond_the_last_bin():
+    for classes in range(2, 60):
+        uniform = predictions(torch.full((1, classes), 1 / classes))
+        assert entropy_histogram(uniform, 10)[1].tolist() == [0] * 9 + [1]
 
 
-def test_scores_of_the_other_task_leave_no_trace():
-    scores = Scores("classification")
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_errors_of_the_mean(outputs):
+    pred, y = real_case(outputs=outputs)
+    assert float(rmse(pred, y)) == pytest.approx(sk.mean_squared_error(y.ravel(), pred.mean.ravel()) ** 0.5)
+    assert float(mae(pred, y)) == pytest.approx(sk.mean_absolute_error(y, pred.mean))
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_nll_is_the_density_of_a_point(outputs):
+    pred, y = real_case(outputs=outputs)
+    density = stats.norm(pred.mean.numpy(), pred.std.numpy()).logpdf(y.numpy()).sum(-1)
+    assert float(nll(pred, y)) == pytest.approx(-density.mean())
+
+
+def test_coverage_and_width():
+    pred, y = real_case(outputs=2)
+    lower, upper = stats.norm(pred.mean.numpy(), pred.std.numpy()).interval(0.8)
+    inside = (lower < y.numpy()) & (y.numpy() < upper)
+    assert 0.3 < inside.mean() < 0.8  # neither all nor none
+    assert float(coverage(pred, y, 0.8)) == pytest.approx(inside.mean())
+    assert float(width(pred, y, 0.8)) == pytest.approx((upper - lower).mean())
+
+
+def crps_by_quadrature(cdf, y: float) -> float:
+    below = integrate.quad(lambda t: cdf(t) ** 2, -np.inf, y)[0]
+    return below + integrate.quad(lambda t: (1 - cdf(t)) ** 2, y, np.inf)[0]
+
+
+def test_crps_is_its_integral():
+    pred, y = real_case(8)
+    expected = [
+        crps_by_quadrature(stats.norm(float(m), float(s)).cdf, float(t))
+        for m, s, t in zip(pred.mean, pred.std, y, strict=True)
+    ]
+    assert float(crps(pred, y)) == pytest.approx(np.mean(expected), rel=1e-7)
+
+
+def test_crps_without_doubt_is_the_absolute_error():
+    mean, y = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.5, 2.0, -1.0])
+    for variance in (0.0, 1e-30):
+        pred = RegressionPredictive(mean, torch.full_like(mean, variance), torch.zeros_like(mean))
+        assert float(crps(pred, y)) == pytest.approx(4.5 / 3)
+
+
+def test_crps_of_draws_is_the_integral_of_their_staircase():
+    g = torch.Generator().manual_seed(0)
+    draws = torch.randn(6, 4, dtype=torch.float64, generator=g)
+    y = torch.tensor([-3.0, 0.1, 0.4, 3.0], dtype=torch.float64)
+    grid = torch.linspace(-5, 5, 1_000_001, dtype=torch.float64)
+    for n in range(4):
+        staircase = (draws[:, n, None] <= grid).double().mean(0)
+        area = float((staircase - (y[n] <= grid).double()).square().mean() * 10)
+        assert float(crps_of_draws(draws, y)[n]) == pytest.approx(area, abs=1e-4)
+
+
+def test_crps_of_draws_by_all_pairs():
+    pred, y = real_case(5, outputs=2)
+    draws = pred.sample(7, torch.Generator().manual_seed(0))
+    pairs = (draws[:, None] - draws[None]).abs()
+    for fair, count in ((False, 7 * 7), (True, 7 * 6)):
+        expected = (draws - y).abs().mean(0) - 0.5 * pairs.sum((0, 1)) / count
+        torch.testing.assert_close(crps_of_draws(draws, y, fair=fair), expected)
+
+
+def test_crps_of_draws_estimates_that_of_the_distribution():
+    pred, y = real_case(5)
+    exact = float(crps(pred, y))
+    generator = torch.Generator().manual_seed(0)
+    assert float(crps_of_draws(pred.sample(100_000, generator), y).mean()) == pytest.approx(exact, rel=0.01)
+    few = pred.sample(3 * 20_000, generator).reshape(3, 20_000, 5, 1)
+    fair, plain = (crps_of_draws(few, y.expand(20_000, 5, 1), fair=f).mean() for f in (True, False))
+    assert float(fair) == pytest.approx(exact, rel=0.01)
+    assert float(plain) > 1.2 * exact
+
+
+def test_crps_needs_draws():
+    with pytest.raises(DataError, match=r"S at least 2, got \(1, 3\)"):
+        crps_of_draws(torch.zeros(1, 3), torch.zeros(3), fair=True)
+    with pytest.raises(DataError, match="not broadcast"):
+        crps_of_draws(torch.zeros(5, 3), torch.zeros(1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cqm_is_its_integral(seed):
+    pred, y = real_case(13, seed=seed)
+    assert float(cqm(pred, y)) == pytest.approx(oracles.cqm_by_grid(pred.cdf(y).squeeze(-1)), abs=1e-5)
+
+
+def test_cqm_of_two_points_by_hand():
+    """Levels 0.2 and 0.6: |0 - α| to 0.2, |0.5 - α| to 0.6, |1 - α| to 1."""
+    pred = RegressionPredictive(torch.zeros(2).double(), torch.ones(2).double(), torch.zeros(2).double())
+    y = pred.quantile(torch.tensor([0.6, 0.2], dtype=torch.float64))
+    assert float(cqm(pred, y)) == pytest.approx(0.02 + (0.045 + 0.005) + 0.08, abs=1e-12)
+
+
+def test_cqm_of_the_extremes():
+    pred, _ = real_case(1000)
+    assert float(cqm(pred, pred.mean)) == pytest.approx(0.5)
+    assert float(cqm(pred, pred.mean + 100 * pred.std)) == pytest.approx(0.5)
+    assert float(cqm(pred, pred.sample(1, torch.Generator().manual_seed(0))[0])) < 0.03
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    errors=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=8),
+    shift=st.floats(-1e3, 1e3),
+    scale=st.floats(1e-2, 1e2),
+)
+def test_units_go_through(errors, shift, scale):
+    """y → a + by moves no CQM or coverage, and multiplies rmse, mae, CRPS and width by b."""
+    error = torch.tensor(errors, dtype=torch.float64)
+    zero, one = torch.zeros_like(error), torch.ones_like(error)
+    plain = RegressionPredictive(zero, 0.5 * one, 0.5 * one)
+    other = RegressionPredictive(zero + shift, 0.5 * scale**2 * one, 0.5 * scale**2 * one)
+    moved = shift + scale * error
+    for metric, factor in ((rmse, scale), (mae, scale), (crps, scale), (width, scale), (cqm, 1.0)):
+        assert float(metric(other, moved)) == pytest.approx(factor * float(metric(plain, error)), rel=1e-6, abs=1e-7)
+    assert 0.0 <= float(cqm(plain, error)) <= 0.5 + 1e-12
+    assert float(crps(plain, error)) <= float(mae(plain, error)) + 0.24
+
+
+def outside_case(n=80):
+    return class_case(n, seed=1, sharpness=1.0)[0]
+
+
+@pytest.mark.parametrize("score", CLASS_UNCERTAINTIES)
+def test_detection_against_scikit_learn(score):
+    inside, outside = class_case(100)[0], outside_case()
+    found = ood_detection(inside, outside, score)
+    values = torch.cat([inside.uncertainty(score), outside.uncertainty(score)])
+    truth = np.repeat([0, 1], [100, 80])
+    assert float(found["auc"]) == pytest.approx(sk.roc_auc_score(truth, values), abs=1e-14)
+    fpr, tpr, _ = sk.roc_curve(truth, values, drop_intermediate=False)
+    assert float(found["fpr95"]) == fpr[np.argmax(tpr >= 0.95)]
+
+
+def test_any_score_of_a_regression_may_detect():
+    pred, _ = real_case()
+    found = ood_detection(pred[:30], pred[30:], lambda p: p.std.squeeze(-1))["auc"]
+    assert float(found) == float(ood_detection(pred[:30], pred[30:], "variance")["auc"])
+    assert float(found) == float(auroc(pred.variance[:30, 0], pred.variance[30:, 0]))
+
+
+few_values = st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=30)
+
+
+@settings(max_examples=100, deadline=None)
+@given(inside=few_values, outside=few_values)
+def test_ties_count_half_and_swapping_the_sides_turns_the_area_over(inside, outside):
+    a, b = torch.tensor(inside, dtype=DOUBLE), torch.tensor(outside, dtype=DOUBLE)
+    pairs = [(o > i) + 0.5 * (o == i) for o in outside for i in inside]
+    assert float(auroc(a, b)) == pytest.approx(np.mean(pairs), abs=1e-14)
+    assert float(auroc(a, b) + auroc(b, a)) == pytest.approx(1.0, abs=1e-14)
+    assert float(auroc(-a, -b)) == pytest.approx(float(auroc(b, a)), abs=1e-14)
+    assert float(auroc(a.exp(), b.exp())) == float(auroc(a, b))
+
+
+@settings(max_examples=100, deadline=None)
+@given(inside=few_values, outside=few_values, tpr=st.sampled_from([0.5, 0.8, 0.95, 1.0]))
+def test_the_false_positives_of_a_threshold(inside, outside, tpr):
+    a, b = torch.tensor(inside, dtype=DOUBLE), torch.tensor(outside, dtype=DOUBLE)
+    fitting = [t for t in outside if np.mean(b.numpy() >= t) >= tpr]
+    assert float(fpr_at(tpr, a, b)) == pytest.approx(np.mean(a.numpy() >= max(fitting)))
+
+
+def test_exact_shares_are_not_lost_to_rounding():
+    for tpr, n in ((0.95, 20), (0.95, 60), (0.95, 1000), (0.55, 100), (0.56, 100)):
+        outside = torch.arange(n, dtype=DOUBLE)
+        threshold = n - round(tpr * n)  # all below it may be missed
+        inside = torch.tensor([threshold - 0.5, threshold], dtype=DOUBLE)
+        assert float(fpr_at(tpr, inside, outside)) == 0.5
+
+
+def test_what_the_uncertainties_are():
+    pred, _ = class_case(20)
+    p = pred.probs
+    expected = {
+        "entropy": -(p * p.log()).sum(-1),
+        "least_confidence": 1 - p.amax(-1),
+        "variance": pred.variance.mean(-1),
+        "mutual_information": pred.mutual_information(),
+    }
+    for name, values in expected.items():
+        torch.testing.assert_close(pred.uncertainty(name), values)
+    regression, _ = real_case(outputs=3)
+    torch.testing.assert_close(regression.uncertainty("variance"), regression.variance.mean(-1))
+
+
+def test_mutual_information_falls_with_the_variance_and_never_exceeds_the_entropy():
+    pred, _ = class_case(20)
+    flat = ClassificationPredictive(pred.mean, 10 * pred.variance, pred.log_probs, pred.temperature)
+    little, much = (p.uncertainty("mutual_information") for p in (pred, flat))
+    assert (little > 0).all()
+    assert little.mean() < much.mean() < math.log(4)
+
+
+def test_very_sure_predictions_are_still_ordered():
+    logits = torch.tensor([[120.0, 0.0], [150.0, 0.0], [130.0, 0.0]])
+    pred = ClassificationPredictive(logits, torch.zeros(3, 2), logits.log_softmax(-1), torch.ones(()))
+    assert not pred.entropy().any()  # in float32
+    assert pred.uncertainty("entropy").argsort().tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("by", CLASS_UNCERTAINTIES)
+def test_risk_and_coverage_of_classes_by_loops(by):
+    pred, y = class_case(50)
+    order = np.argsort(pred.uncertainty(by).numpy())
+    wrong = (pred.probs.argmax(-1) != y).double().numpy()[order]
+    risks = [wrong[:k].mean() for k in range(1, 51)]
+    kept, risk = risk_coverage(pred, y, by)
+    assert kept.tolist() == pytest.approx([k / 50 for k in range(1, 51)])
+    assert risk.tolist() == pytest.approx(risks)
+    assert float(aurc(pred, y, by)) == pytest.approx(np.mean(risks))
+    assert 0.0 < risks[-1] < 1.0
+
+
+def test_risk_and_coverage_of_a_regression_by_loops():
+    pred, y = real_case(40, outputs=2)
+    order = np.argsort(pred.variance.mean(-1).numpy())
+    squares = (pred.mean - y).square().mean(-1).numpy()[order]
+    assert float(aurc(pred, y)) == pytest.approx(np.mean([squares[:k].mean() for k in range(1, 41)]))
+
+
+@settings(max_examples=50, deadline=None)
+@given(points=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=5))
+def test_tied_points_stand_in_random_order(points):
+    """The curve is the mean over all orders that the scores allow."""
+    curves = []
+    for order in permutations(points):
+        if all(a[0] <= b[0] for a, b in pairwise(order)):
+            losses = [loss for _, loss in order]
+            curves.append([np.mean(losses[:k]) for k in range(1, len(losses) + 1)])
+    score, loss = torch.tensor(points, dtype=DOUBLE).T
+    assert selective_risk(score, loss).tolist() == pytest.approx(np.mean(curves, 0).tolist())
+
+
+# What all of them refuse.
+
+
+@pytest.mark.parametrize("figure", [accuracy, ece, brier])
+def test_figures_of_classes_refuse_a_regression(figure):
+    pred, _ = real_case()
     with pytest.raises(WrongTaskError, match="Expected predictions of classes, got a RegressionPredictive"):
-        scores.update(real_case()[0], torch.zeros(60, dtype=torch.long))
-    with pytest.raises(DataError, match=r"before NLL\.compute"):
-        scores.compute()
+        figure(pred, torch.zeros(60, dtype=torch.long))
 
 
-def test_metrics_in_a_collection_keep_apart():
-    """torchmetrics shares the state of metrics that look alike after the first batch."""
-    pred, y = real_case()
-    together = MetricCollection({"at_50": Coverage(0.5), "at_95": Coverage(0.95), "rmse": RMSE(), "mae": MAE()})
-    together.update(pred, pred.mean)  # both intervals hold everything, and all errors are zero
-    together.update(pred, y)
-    found = together.compute()
-    for name, metric in (("at_50", Coverage(0.5)), ("at_95", Coverage(0.95)), ("rmse", RMSE()), ("mae", MAE())):
-        metric.update(pred, pred.mean)
-        metric.update(pred, y)
-        assert float(found[name]) == pytest.approx(float(metric.compute()), rel=1e-12)
-
-
-def test_sums_are_kept_in_double_precision():
-    pred, y = real_case(1000, dtype=torch.float32)
-    metric = MAE()
-    metric.update(RegressionPredictive(torch.zeros(1), torch.ones(1), torch.ones(1)), torch.tensor([2.0**30]))
-    for rows in range(1000):
-        metric.update(pred[rows], y[rows : rows + 1])
-    exact = (2.0**30 + float((y.double() - pred.mean.double()).abs().sum())) / 1001
-    assert float(metric.compute()) == pytest.approx(exact, rel=1e-14)
-
-
-def test_nothing_is_kept_of_the_graph():
-    pred, y = real_case()
-    mean = pred.mean.clone().requires_grad_()
-    with torch.enable_grad():
-        for metric in (CRPS(), CQM()):
-            metric(RegressionPredictive(mean, pred.latent_variance, pred.noise), y)
-            assert not any(t.requires_grad for t in tensors(metric))
-
-
-def tensors(metric: Metric) -> list[Tensor]:
-    """Everything a metric holds."""
-    states = (getattr(part, name) for part in metric.modules() if isinstance(part, Metric) for name in part._defaults)
-    return [t for state in states for t in (state if isinstance(state, list) else [state])]
-
-
-def test_what_is_kept_does_not_grow_with_the_classes():
-    sizes = []
-    for classes in (2, 3000):
-        metric = Scores("classification")
-        for _ in range(3):
-            pred, y = class_case(20, classes, torch.float32)
-            metric.update(pred, y)
-            metric.update_ood(pred)
-        sizes.append(sum(t.untyped_storage().nbytes() for t in tensors(metric)))
-    assert sizes[0] == sizes[1] < 8 * (4 * 60 + 50)
-
-
-def test_many_classes_are_worked_on_some_rows_at_a_time(monkeypatch):
-    pred, y = class_case(50, 7)
-    whole = Scores("classification")
-    whole.update(pred, y)
-    seen = []
-    probs = ClassificationPredictive.probs.fget
-    monkeypatch.setattr(row_scores, "AT_ONCE", 7 * 12)
-    monkeypatch.setattr(ClassificationPredictive, "probs", property(lambda p: seen.append(len(p)) or probs(p)))
-    parts = Scores("classification")
-    parts.update(pred, y)
-    assert parts.compute() == pytest.approx(whole.compute(), rel=1e-12)
-    assert set(seen) == {12, 2}
+@pytest.mark.parametrize("figure", [rmse, mae, crps, cqm, coverage, width])
+def test_figures_of_a_regression_refuse_classes(figure):
+    pred, _ = class_case()
+    with pytest.raises(WrongTaskError, match="regression"):
+        figure(pred, torch.zeros(60, 4))
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("compute", "message"),
     [
-        (lambda: Coverage(95), "0.95 means 95 %"),
-        (lambda: Width(0.0), "strictly between 0 and 1"),
-        (lambda: ECE(0), "bins"),
-        (lambda: AdaptiveECE(2.5), "bins"),
-        (lambda: OOD("entropie"), "'entropy'"),
-        (lambda: AURC("std"), "'variance'"),
-        (lambda: Scores("ranking"), "'regression'"),
-        (lambda: OOD().update(class_case()[0], torch.ones(60)), "True or False"),
-        (lambda: Scores("regression").merge_state(Scores("classification")), "to merge with"),
+        (lambda pred, y: coverage(pred, y, 95), "0.95 means 95 %"),
+        (lambda pred, y: width(pred, y, 0.0), "strictly between 0 and 1"),
+        (lambda pred, y: ece(pred, y, 0), "bins"),
+        (lambda pred, y: ece(pred, y, 2.5), "bins"),
+        (lambda pred, y: aurc(pred, y, "doubt"), "'entropy'"),
     ],
 )
-def test_impossible_options_are_refused(make, message):
+def test_impossible_options_are_refused(compute, message):
     with pytest.raises(OptionError, match=message):
-        make()
+        compute(*class_case())
+
+
+@pytest.mark.parametrize("figure", [nll, accuracy, ece, brier, aurc])
+def test_no_rows_and_nan_are_refused(figure):
+    pred, y = class_case()
+    with pytest.raises(DataError, match="at least one row"):
+        figure(pred[:0], y[:0])
+    if figure is not accuracy:
+        spoiled = predictions(pred.probs.index_fill(0, torch.tensor(3), torch.nan))
+        with pytest.raises(DataError, match="NaN in row 3"):
+            figure(spoiled, y)
+
+
+def test_many_classes_are_scored_some_rows_at_a_time(monkeypatch):
+    pred, y = class_case(50, 7)
+    whole, seen = float(brier(pred, y)), []
+    monkeypatch.setattr(metrics, "NUMBERS_AT_ONCE", 7 * 12)
+    distance = metrics.squared_distance
+    monkeypatch.setattr(metrics, "squared_distance", lambda pred, y: seen.append(len(pred)) or distance(pred, y))
+    assert float(brier(pred, y)) == pytest.approx(whole, rel=1e-12)
+    assert seen == [12, 12, 12, 12, 2]

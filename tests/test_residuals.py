@@ -13,7 +13,7 @@ from torch import Tensor
 from posthoc import FMGP, Outputs
 from posthoc.base import Job
 from posthoc.errors import OptionError
-from posthoc.evaluate.metrics import CRPS, NLL, Coverage
+from posthoc.evaluate.metrics import coverage, crps, nll
 from posthoc.fmgp.residuals import LearntResiduals
 from posthoc.likelihoods.base import Gaussian
 from posthoc.predictive.base import RegressionPredictive
@@ -67,11 +67,11 @@ def test_intervals_cover_on_both_sides_where_those_of_a_gaussian_do_not(model: F
     assert gaussian.law is None
     for level in (0.5, 0.9, 0.95):
         tail, error = 0.5 - 0.5 * level, math.sqrt(level * (1.0 - level) * (1 / ROWS + 1 / 20_000))
-        assert abs(float(Coverage(level)(learnt, test_rows.targets)) - level) <= 2.0 * error + EDGE
+        assert abs(float(coverage(learnt, test_rows.targets, level)) - level) <= 2.0 * error + EDGE
         worst = [max(abs(share - tail) for share in shares(p, test_rows.targets, level)) for p in (learnt, gaussian)]
         assert worst[0] < 0.75 * worst[1], (level, worst)
-    for metric in (NLL, CRPS):
-        assert float(metric()(learnt, test_rows.targets)) < float(metric()(gaussian, test_rows.targets))
+    for metric in (nll, crps):
+        assert metric(learnt, test_rows.targets) < metric(gaussian, test_rows.targets)
 
 
 def test_the_mean_is_the_networks_and_the_variance_that_of_a_new_observation(model: FMGP, test_rows: Outputs) -> None:
@@ -158,7 +158,7 @@ def test_at_other_alpha_a_gaussian_is_trained_and_a_law_learnt_after(alpha: floa
     model = fitted(data, alpha=alpha, steps=100)
     gaussian = fitted(data, alpha=alpha, steps=100, residuals="gaussian")
     assert model.history.losses == gaussian.history.losses
-    assert float(NLL()(predict(model, new), new.targets)) < float(NLL()(predict(gaussian, new), new.targets)) - 0.05
+    assert nll(predict(model, new), new.targets) < nll(predict(gaussian, new), new.targets) - 0.05
 
 
 def test_the_energy_is_the_log_density_of_the_mixture() -> None:

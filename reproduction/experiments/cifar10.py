@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from posthoc.base import Method
-from posthoc.evaluate.judging import Judgement, judge
+from posthoc.evaluate.evaluate import Evaluation, score
 from posthoc.evaluate.report.pictures import png
 from posthoc.fmgp import FMGP
 from posthoc.methods import ELLA, MAP, MFVI, SNGP, Laplace, Temperature, VaLLA
@@ -125,15 +125,15 @@ class CifarExperiment(Experiment):
         recipe = {**variant.describe(request.quick), "network": depth, "seed": seed, "device": request.device}
         return fitted(make, given, recipe, network)
 
-    def judged(self, cifar: Cifar, case: str, method: str, fit: Method) -> Judgement:
+    def scored(self, cifar: Cifar, case: str, method: str, fit: Method) -> Evaluation:
         """A fitted method on the test images and on the digits."""
         device = cifar.device
         if needs_network(self.variant(case, method)):
-            return judge(fit, cifar.pair("test"), cifar.pair("svhn")[0], device=device)
+            return score(fit, cifar.pair("test"), cifar.pair("svhn")[0], device=device)
         test, ood = (cifar.said(depth_of(case), part).outputs for part in ("test", "svhn"))
         if case.endswith("-half"):
             test = test[len(test) // 2 :]
-        return judge(fit, test, ood, device=device)
+        return score(fit, test, ood, device=device)
 
     def data(self, cifar: Cifar, case: str, method: str) -> dict[str, str]:
         """Words on where the data come from."""
@@ -152,20 +152,20 @@ class Cifar10(CifarExperiment):
 
     def work(self, prepared: Cifar, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
         fit, times = self.fitted(prepared, case, method, seed)
-        judged = self.judged(prepared, case, method, fit)
-        times |= {"predict_seconds": judged.seconds}
+        scored = self.scored(prepared, case, method, fit)
+        times |= {"predict_seconds": scored.seconds}
         test = prepared.said(depth_of(case), "test")
         times["network_seconds"] = test.seconds
         if needs_network(self.variant(case, method)):
-            times["predict_seconds_with_network"] = judged.seconds
+            times["predict_seconds_with_network"] = scored.seconds
         elif not case.endswith("-half"):
-            times["predict_seconds_with_network"] = judge(fit, prepared.pair("test"), device=prepared.device).seconds
+            times["predict_seconds_with_network"] = score(fit, prepared.pair("test"), device=prepared.device).seconds
         return {
-            "metrics": judged.figures,
+            "metrics": scored.figures,
             "times": times,
-            "curves": judged.curves.compute(),
+            "curves": scored.curves(),
             "data": self.data(prepared, case, method),
-            "examples": examples(judged, prepared, case) if seed == 0 else {},
+            "examples": examples(scored, prepared, case) if seed == 0 else {},
         }
 
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
@@ -204,7 +204,7 @@ def needs_network(variant: Variant) -> bool:
     return not variant.kind.black_box or variant.options.get("weights") == "all"
 
 
-def examples(judged: Judgement, cifar: Cifar, case: str) -> dict[str, list[dict[str, Any]]]:
+def examples(scored: Evaluation, cifar: Cifar, case: str) -> dict[str, list[dict[str, Any]]]:
     """The most and the least certain images, as pictures."""
     images = cifar.images("test")
     first = len(images.pixels) // 2 if case.endswith("-half") else 0
@@ -219,5 +219,5 @@ def examples(judged: Judgement, cifar: Cifar, case: str) -> dict[str, list[dict[
             }
             for row in rows
         ]
-        for kind, rows in judged.curves.examples(EXAMPLES).items()
+        for kind, rows in scored.examples(EXAMPLES).items()
     }

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from posthoc.base import Method
-from posthoc.evaluate.judging import judge
+from posthoc.evaluate.evaluate import score
 from reproduction.data.corruptions import CORRUPTIONS, available_corruptions, corrupted
 from reproduction.data.rotations import ROTATIONS, rotated
 from reproduction.experiments.cifar10 import CifarExperiment, depth_of, needs_network
@@ -36,7 +36,7 @@ class Shifted(CifarExperiment):
         found = {}
         for change in changes:
             data = changed(cifar, change) if whole else said_of(cifar, depth_of(case), change)
-            figures = judge(fit, data, device=cifar.device).figures
+            figures = score(fit, data, device=cifar.device).figures
             found[change] = {name: figures[name] for name in FIGURES}
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from posthoc.collect.augmentation import random_crops
 from posthoc.collect.outputs import Outputs
-from posthoc.evaluate.cost import synchronised
+from posthoc.evaluate.cost import synchronize
 from reproduction.data import cifar10, svhn
 from reproduction.experiments.cifar_networks import CifarResNet, normalised, pretrained
 from reproduction.experiments.experiment import Request
@@ -80,10 +81,12 @@ class Cifar:
     def run(self, depth: int, images: Tensor, targets: Tensor) -> Said:
         """Outputs, features and inputs of images: the last are the pixels, one row an image."""
         network, parts = self.network(depth), []
-        begin = synchronised(self.device)
+        synchronize(self.device)
+        begin = time.perf_counter()
         for batch in images.split(AT_ONCE):
             features = network.features(batch)
             parts.append((network.fc(features), features))
-        seconds = synchronised(self.device) - begin
+        synchronize(self.device)
+        seconds = time.perf_counter() - begin
         outputs, features = (torch.cat(column) for column in zip(*parts, strict=True))
         return Said(Outputs(outputs, targets, features, images.flatten(1)), seconds)

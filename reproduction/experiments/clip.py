@@ -20,7 +20,7 @@ from reproduction.data import Dataset, cifar10
 from reproduction.data.cifar100 import cifar100
 from reproduction.data.download import Shelf
 from reproduction.experiments.experiment import Experiment, Request
-from reproduction.experiments.variants import PAPER_CLASSES, Given, Variant, fitted_and_judged
+from reproduction.experiments.variants import PAPER_CLASSES, Given, Variant, fitted_and_scored
 from reproduction.experiments.zero_shot import MODEL, PROMPT, Pictures, read_clip, said_once
 from reproduction.plots import dot_figure
 
@@ -79,7 +79,7 @@ class Clip(Experiment):
         return parts_of(case, request)
 
     def work(self, prepared: Parts, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
-        found = fitted_and_judged(
+        found = fitted_and_scored(
             VARIANTS[method], self.task, Given(prepared.train), prepared.test, None, seed, request
         )
         return {**found, "data": prepared.words}

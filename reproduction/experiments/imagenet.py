@@ -29,7 +29,7 @@ from reproduction.data.download import Shelf
 from reproduction.experiments.cifar10 import FINE_TUNED, needs_network
 from reproduction.experiments.clip import FEW_POINTS, PAPER_FMGP, outputs_file
 from reproduction.experiments.experiment import Experiment, Request
-from reproduction.experiments.variants import Given, Variant, fitted_and_judged
+from reproduction.experiments.variants import Given, Variant, fitted_and_scored
 from reproduction.experiments.zero_shot import Said, readers, said_once
 from reproduction.plots import dot_figure
 
@@ -87,7 +87,7 @@ class ImageNet(Experiment):
     def work(self, prepared: Files | Images, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
         variant = self.variant(case, method)
         given, (test, seconds) = prepared.given(variant), prepared.test(variant)
-        found = fitted_and_judged(variant, self.task, given, test, prepared.network, seed, request)
+        found = fitted_and_scored(variant, self.task, given, test, prepared.network, seed, request)
         times = found["times"]
         if given.collected:
             times["fit_seconds_with_network"] = times["fit_seconds"] + given.collected

@@ -17,7 +17,7 @@ from posthoc.fmgp import FMGP
 from posthoc.methods import ELLA, MAP, MFVI, Laplace, VaLLA
 from reproduction.experiments.experiment import Experiment, Request
 from reproduction.experiments.tabular import Problem, problem
-from reproduction.experiments.variants import Given, Variant, fitted_and_judged
+from reproduction.experiments.variants import Given, Variant, fitted_and_scored
 from reproduction.plots import dot_figure
 
 __all__ = ["PAPER_FMGP", "Regression"]
@@ -89,6 +89,6 @@ def run(
     look: Callable[[Method], dict[str, float]] = lambda method: {},
 ) -> dict[str, Any]:
     """One method on one problem, with what is to be said of its rows."""
-    found = fitted_and_judged(variant, "regression", given, task.test, task.network, seed, request, look)
+    found = fitted_and_scored(variant, "regression", given, task.test, task.network, seed, request, look)
     rows = {name: len(part[0]) for name, part in (("train", task.train), ("val", task.val), ("test", task.test))}
     return {**found, "data": {"test": task.source, "fit": FITTED_ON[variant.on]}, "diagnostics": {"rows": rows}}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from posthoc.cli.demo_data import heteroscedastic, train_network
 from posthoc.errors import FileError
-from posthoc.evaluate.judging import judge
+from posthoc.evaluate.evaluate import score
 from posthoc.evaluate.report.figures import require_matplotlib
 from posthoc.fmgp import FMGP
 from posthoc.methods import GP, HMC, MFVI, LaplaceTorch
@@ -98,7 +98,7 @@ class Synthetic(Experiment):
         data, network = prepared
         fit = VARIANTS[method].build(network, self.task, seed=seed, device="cpu", quick=request.quick)
         seconds = Given(data.train).fit(fit)
-        judged = judge(fit, data.test)
+        found = score(fit, data.test)
         x = torch.linspace(*SPAN)[:, None]
         pred = fit.predict(x)
         low, high = pred.mean - 2.0 * pred.std, pred.mean + 2.0 * pred.std
@@ -107,9 +107,9 @@ class Synthetic(Experiment):
             for name, values in {"x": x, "mean": pred.mean, "low": low, "high": high}.items()
         }
         return {
-            "metrics": judged.figures,
-            "times": {"fit_seconds": seconds, "predict_seconds": judged.seconds},
-            "curves": {**judged.curves.compute(), "band": {**band, "points": torch.cat(data.train, 1).tolist()}},
+            "metrics": found.figures,
+            "times": {"fit_seconds": seconds, "predict_seconds": found.seconds},
+            "curves": {**found.curves(), "band": {**band, "points": torch.cat(data.train, 1).tolist()}},
             "diagnostics": getattr(fit, "diagnostics", {}),
             "data": {"fit": data.source, "test": data.judged_by, "sha256": digest(data.train)},
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,15 +13,15 @@ import torch
 from torch import nn
 
 from posthoc.base import Method
-from posthoc.evaluate.cost import synchronised, versions
-from posthoc.evaluate.judging import judge
+from posthoc.evaluate.cost import synchronize, versions
+from posthoc.evaluate.evaluate import score
 from posthoc.io import atomic_path, require_folder
 from posthoc.kernels.registry import kernel_from_spec
 from posthoc.likelihoods.base import Categorical, Likelihood
 from reproduction.data.download import cache_folder
 from reproduction.experiments.experiment import Request
 
-__all__ = ["PAPER_CLASSES", "PAPER_KERNEL", "Given", "Variant", "fitted", "fitted_and_judged"]
+__all__ = ["PAPER_CLASSES", "PAPER_KERNEL", "Given", "Variant", "fitted", "fitted_and_scored"]
 
 PAPER_KERNEL = {
     "type": "product",
@@ -75,9 +76,11 @@ class Given:
 
     def fit(self, method: Method) -> float:
         """Fits a method on it; the seconds that took."""
-        begin = synchronised(method.device)
+        synchronize(method.device)
+        begin = time.perf_counter()
         method.fit(self.data, val=self.val, augment=self.augment, num_data=self.num_data)
-        return synchronised(method.device) - begin
+        synchronize(method.device)
+        return time.perf_counter() - begin
 
 
 def fitted(
@@ -102,7 +105,7 @@ def fitted(
     return method, times
 
 
-def fitted_and_judged(
+def fitted_and_scored(
     variant: Variant,
     task: str,
     given: Given,
@@ -115,9 +118,9 @@ def fitted_and_judged(
     """One method, from the start: figures, curves and times, and among the figures what `look` finds in it."""
     method = variant.build(network, task, seed=seed, device=request.device, quick=request.quick)
     seconds = given.fit(method)
-    judged = judge(method, test, device=torch.device(request.device))
+    scored = score(method, test, device=torch.device(request.device))
     return {
-        "metrics": {**judged.figures, **look(method)},
-        "times": {"fit_seconds": seconds, "predict_seconds": judged.seconds},
-        "curves": judged.curves.compute(),
+        "metrics": {**scored.figures, **look(method)},
+        "times": {"fit_seconds": seconds, "predict_seconds": scored.seconds},
+        "curves": scored.curves(),
     }

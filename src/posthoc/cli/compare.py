@@ -195,10 +195,10 @@ def in_this_process(trial: Trial) -> tuple[Row, dict[str, Any], list[str]]:
     """A trial's row, its method's configuration, and what it warned of."""
     from posthoc.errors import PosthocWarning
     from posthoc.evaluate.compare import trial as tried
-    from posthoc.evaluate.cost import awake
+    from posthoc.evaluate.cost import warm_up
 
     data = {role: trial.files.open(role) for role in ("train", "test", "val", "ood")}
-    awake(trial.device)
+    warm_up(trial.device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", PosthocWarning)

@@ -74,13 +74,13 @@ def print_table(rows: dict[str, Predictive], y: Tensor) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from posthoc.evaluate.metrics import CQM, CRPS, NLL, Coverage
+    from posthoc.evaluate.metrics import coverage, cqm, crps, nll
 
     table = Table(title="on 2,000 test points")
     for column in ("", "NLL ↓", "CRPS ↓", "CQM ↓", "in 50 % interval", "in 95 % interval"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
     for name, pred in rows.items():
-        nll, crps, cqm = (float(metric(pred, y)) for metric in (NLL(), CRPS(), CQM()))
-        half, most = (float(Coverage(level)(pred, y)) for level in (0.5, 0.95))
-        table.add_row(name, f"{nll:.3f}", f"{crps:.4f}", f"{cqm:.3f}", f"{half:.1%}", f"{most:.1%}")
+        half, most = (float(coverage(pred, y, level)) for level in (0.5, 0.95))
+        row = [f"{nll(pred, y):.3f}", f"{crps(pred, y):.4f}", f"{cqm(pred, y):.3f}", f"{half:.1%}", f"{most:.1%}"]
+        table.add_row(name, *row)
     Console().print(table)

@@ -37,10 +37,10 @@ class Row:
 
     method: str
     figures: dict[str, float] = field(default_factory=dict)
-    """Those of `posthoc.evaluate.metrics.Scores`, then `fit_seconds`, `predict_seconds`, and, in bytes, `fit_memory`,
+    """Those of `posthoc.evaluate.scores.Scores`, then `fit_seconds`, `predict_seconds`, and, in bytes, `fit_memory`,
     `predict_memory` and the greater of the two, `peak_memory`."""
     curves: dict[str, Any] = field(default_factory=dict)
-    """Those of `posthoc.evaluate.curves.Curves`, for a report."""
+    """Those of `posthoc.evaluate.evaluate.Evaluation.curves`, for a report."""
     error: str | None = None
     applies: bool = True
     """False where the error says that the method is not for these data or this model."""
@@ -161,7 +161,7 @@ def compare(
 
 def trial(name: str, make: Callable[[], Method], train: Any, test: Any, val: Any = None, ood: Any = None) -> Row:
     """One method made, fitted and scored, whatever becomes of it."""
-    from posthoc.evaluate.judging import judge  # now, so that what it loads is no method's memory
+    from posthoc.evaluate.evaluate import score
 
     try:
         method = make()
@@ -169,16 +169,16 @@ def trial(name: str, make: Callable[[], Method], train: Any, test: Any, val: Any
         with measured(device) as fit:
             method.fit(train, val=val)
         with measured(device) as predict:
-            judged = judge(method, test, ood, device=device)
+            found = score(method, test, ood, device=device)
     except Exception as error:
         text = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}".rstrip(": ")
         return Row(name, error=text, applies=not isinstance(error, REFUSALS), traceback=traceback.format_exc())
-    figures = {**judged.figures, "fit_seconds": fit.seconds, "predict_seconds": judged.seconds}
+    figures = {**found.figures, "fit_seconds": fit.seconds, "predict_seconds": found.seconds}
     memory = {"fit_memory": fit.memory, "predict_memory": predict.memory}
     known = {name: float(size) for name, size in memory.items() if size is not None}
     if known:
         figures |= {**known, "peak_memory": max(known.values())}
-    return Row(name, figures, judged.curves.compute(), fitted=method)
+    return Row(name, figures, found.curves(), fitted=method)
 
 
 def place(method: Method) -> torch.device | None:

@@ -1,4 +1,4 @@
-"""What work costs, in seconds and in memory, and on which machine."""
+"""The cost of work in seconds and in memory, and the machine and versions it was measured with."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Cost", "awake", "machine", "measured", "synchronised", "versions"]
+__all__ = ["Cost", "machine", "measured", "synchronize", "versions", "warm_up"]
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass
 class Cost:
-    """Seconds, and the bytes that were held at the peak beyond those held before; None where nobody can tell."""
+    """Seconds, and the bytes held at the peak beyond those held before (None where the system does not tell)."""
 
     seconds: float = 0.0
     memory: int | None = None
@@ -29,45 +29,54 @@ class Cost:
 
 @contextmanager
 def measured(device: torch.device | None) -> Iterator[Cost]:
-    """The cost of what is done inside. Memory is the GPU's where the device is one, else this process's: what was freed
-    before and not given back to the system is used again unseen, so that only a fresh process shows all of it."""
+    """The cost of the block.
+
+    Memory is the GPU's if the device is one, else this process's. Memory that the process freed before and kept is used
+    again without being counted, so that only a fresh process shows all of it.
+
+    Example:
+        >>> with measured(None) as cost:
+        ...     x = torch.ones(1000)
+        >>> cost.seconds > 0
+        True
+    """
     cost = Cost()
-    synchronised(device)
-    before = held(device, from_now=True)
+    synchronize(device)
+    before = restart_peak(device)
     begin = time.perf_counter()
     yield cost
-    cost.seconds = synchronised(device) - begin
-    peak = most_held(device)
+    synchronize(device)
+    cost.seconds = time.perf_counter() - begin
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu(device) else process_peak()
     cost.memory = max(0, peak - before) if peak is not None and before is not None else None
 
 
-def synchronised(device: torch.device | None) -> float:
-    """The time, once a GPU has done what it was given."""
-    if device is not None and device.type == "cuda":
+def on_gpu(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cuda"
+
+
+def synchronize(device: torch.device | None) -> None:
+    """Waits until a GPU has finished its work."""
+    if on_gpu(device):
         torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
-def held(device: torch.device | None, *, from_now: bool) -> int | None:
-    """The bytes that are held; from now on, `most_held` is of what comes where the system can forget its mark."""
-    if device is not None and device.type == "cuda":
-        if from_now:
-            torch.cuda.reset_peak_memory_stats(device)
+def restart_peak(device: torch.device | None) -> int | None:
+    """The bytes held now. Peaks are measured from here on, on a GPU and on Linux; elsewhere since the process began."""
+    if on_gpu(device):
+        torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
     if not STATUS.exists():
-        return most_held(device)
-    if from_now:
-        with suppress(OSError):  # some containers do not let it
-            CLEAR.write_text("5", encoding="ascii")
-    return in_status("VmRSS")
+        return process_peak()
+    with suppress(OSError):  # some containers do not allow it
+        CLEAR.write_text("5", encoding="ascii")
+    return process_status("VmRSS")
 
 
-def most_held(device: torch.device | None) -> int | None:
-    """The bytes that were held at the peak."""
-    if device is not None and device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+def process_peak() -> int | None:
+    """The most bytes this process has held."""
     if STATUS.exists():
-        return in_status("VmHWM")
+        return process_status("VmHWM")
     if sys.platform == "win32":
         return None
     import resource
@@ -75,22 +84,21 @@ def most_held(device: torch.device | None) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def in_status(name: str) -> int | None:
-    """A figure of what Linux says of this process, in bytes."""
-    found = [line.split()[1] for line in STATUS.read_text(encoding="utf-8").splitlines() if line.startswith(name)]
-    return 1024 * int(found[0]) if found else None
+def process_status(name: str) -> int | None:
+    """A value of /proc/self/status in bytes."""
+    lines = STATUS.read_text(encoding="utf-8").splitlines()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), None)
 
 
-def awake(device: str | torch.device | None) -> None:
-    """Threads and libraries come to life, so that in a fresh process what they hold, and how long they take, is not put
-    down to the first who works."""
+def warm_up(device: str | torch.device | None) -> None:
+    """Starts threads and libraries, so that their time and memory are not charged to the first measurement."""
     a = torch.eye(8, dtype=torch.float64, device=device, requires_grad=True)
     torch.linalg.solve_triangular(torch.linalg.cholesky(a @ a), a, upper=False).sum().backward()
     torch.optim.Adam([a]).step()
 
 
 def machine() -> dict[str, Any]:
-    """Enough to read figures by, and nothing that names the machine."""
+    """Processor, cores, threads, GPU and operating system; nothing that identifies the machine."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -104,7 +112,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides the numbers."""
+    """Versions of what decides the numbers."""
     import numpy
 
     import posthoc

@@ -1,38 +1,210 @@
-"""How good a fitted method is on data that nobody has seen, and how much of that is its own."""
+"""Scores of a fitted method on data that neither it nor the network has seen: figures, curves and examples."""
 
 from __future__ import annotations
 
-from posthoc.base import Method
+import math
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posthoc.base import CHUNK, Method
 from posthoc.collect import opened
+from posthoc.collect.loaders import iterate
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
-from posthoc.evaluate.metrics import Scores
+from posthoc.evaluate import metrics as m
+from posthoc.evaluate.cost import synchronize
+from posthoc.evaluate.scores import Scores
 from posthoc.methods.map import MAP
+from posthoc.predictive.base import Predictive
+from posthoc.predictive.calibration_error import confidence_bins
 
-__all__ = ["evaluate", "scores"]
+__all__ = ["Evaluation", "evaluate", "score"]
+
+Curve = dict[str, list[Any]]
+
+CONFIDENCE_BINS, ENTROPY_BINS, COVERAGES, LEVELS, INTERVALS = 15, 30, 50, 19, 100
+"""Bins of confidence and of entropy; points of a risk-coverage curve; nominal levels; points with an interval."""
+LEVEL = 0.9
+"""Of those intervals."""
 
 
 def evaluate(method: Method, test: Outputs, *, ood: Outputs | None = None) -> dict[str, float]:
-    """The figures of a method by name, and those of its bare predictor under the same names with `base_` before them.
-    Data are `Outputs`, or paths of files of them.
-    `ood` are data from elsewhere, for a classifier to be unsure of."""
+    """The figures of a method, and those of its bare predictor.
+
+    Args:
+        method: A fitted method.
+        test: Outputs and targets, or the path of a file of them.
+        ood: Out-of-distribution outputs, for a classifier to detect.
+
+    Returns:
+        Figures by name (see `Scores`), and those of the bare predictor under the same names with `base_` before them.
+
+    Raises:
+        DataError: If there are no targets.
+        OptionError: If `ood` is given and the task is not classification.
+
+    Example:
+        >>> from posthoc import Outputs, Temperature
+        >>> data = Outputs(4 * torch.eye(3).repeat(2, 1), torch.tensor([0, 1, 2, 0, 1, 0]))
+        >>> figures = evaluate(Temperature(None, "classification").fit(data), data)
+        >>> figures["nll"] < figures["base_nll"]
+        True
+    """
     test, ood = opened(test), opened(ood)
     if test.targets is None:
         raise DataError("Expected targets to score the predictions by, got outputs without them.")
-    if ood is not None and method.likelihood.task != "classification":
+    require_ood_task(method.likelihood.task, ood)
+    bare = score(MAP.beside(method), test, ood).figures
+    return {**score(method, test, ood).figures, **{f"base_{name}": value for name, value in bare.items()}}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is known of a method's predictions for test data."""
+
+    scores: Scores
+    seconds: float
+    """For the predictions of the test data, without the scoring."""
+    classes: int = 0
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Figures by name; see `Scores`."""
+        return self.scores.compute()
+
+    def curves(self) -> dict[str, Curve]:
+        """What a report draws, in types that JSON knows: those of `reliability`, `entropy`, `risk_coverage`,
+        `calibration` and `error_bars` that apply to the task."""
+        found: dict[str, Curve | None] = {
+            "reliability": reliability(*map(self.scores.column, (m.confidence, m.hit))),
+            "entropy": self._entropies(),
+            "risk_coverage": risk_coverage(*map(self.scores.column, (m.default_uncertainty, m.default_loss))),
+            "calibration": calibration(self.scores.column(m.probability_below)),
+            "error_bars": self._intervals(),
+        }
+        return {name: curve for name, curve in found.items() if curve is not None}
+
+    def examples(self, count: int = 8) -> dict[str, list[dict[str, Any]]]:
+        """The rows a classifier is most and least certain of: row, target, predicted class, probability, entropy."""
+        entropy, certainty = self.scores.column(m.default_uncertainty), self.scores.column(m.confidence)
+        shown = self.scores.column(details)
+        if entropy is None or certainty is None or shown is None:
+            return {}
+
+        def example(row: int) -> dict[str, Any]:
+            label, target = shown[row].tolist()
+            known = {"row": row, "target": int(target), "said": int(label)}
+            return known | {"probability": float(certainty[row]), "entropy": float(entropy[row])}
+
+        order = entropy.argsort(stable=True).tolist()
+        groups = {"most_certain": order[:count], "least_certain": order[::-1][:count]}
+        return {name: [example(row) for row in rows] for name, rows in groups.items()}
+
+    def _entropies(self) -> Curve | None:
+        entropy = self.scores.column(m.default_uncertainty)
+        if entropy is None or not self.classes:
+            return None
+        top = math.log(max(self.classes, 2))
+        edges, counts = m.histogram(entropy, top, ENTROPY_BINS)
+        curve: Curve = {"edges": edges.tolist(), "in": (counts / len(entropy)).tolist()}
+        outside = self.scores.column(m.default_uncertainty, outside=True)
+        if outside is not None:
+            curve["out"] = (m.histogram(outside, top, ENTROPY_BINS)[1].double() / len(outside)).tolist()
+        return curve
+
+    def _intervals(self) -> Curve | None:
+        shown = self.scores.column(details)
+        if shown is None or self.scores.column(m.probability_below) is None:
+            return None
+        rows = shown.reshape(-1, 4)
+        chosen = rows[torch.linspace(0, len(rows) - 1, min(INTERVALS, len(rows))).long()]
+        return dict(zip(("target", "mean", "low", "high"), chosen.T.tolist(), strict=True))
+
+
+def score(method: Method, test: Any, ood: Any = None, *, device: torch.device | None = None) -> Evaluation:
+    """Scores a fitted method; rows are predicted and forgotten a few at a time.
+
+    Args:
+        method: A fitted method.
+        test: Data with targets, as `fit` takes them.
+        ood: Out-of-distribution data, with or without targets.
+        device: The GPU to wait for when time is measured, if the method computes on one.
+    """
+    scores, seconds, classes = Scores(method.likelihood, keep=(details,)), 0.0, 0
+    with closing(method.stream_with_targets(test)) as parts:
+        while True:
+            synchronize(device)
+            begin = time.perf_counter()
+            part = next(parts, None)
+            synchronize(device)
+            seconds += time.perf_counter() - begin
+            if part is None:
+                break
+            scores.update(*part)
+            classes = part[0].log_probs.shape[1] if hasattr(part[0], "log_probs") else 0
+    if ood is not None:
+        for pred in method.stream(ood if isinstance(ood, Outputs) else iterate(ood, CHUNK)):
+            scores.update_ood(pred)
+    return Evaluation(scores, seconds, classes)
+
+
+def require_ood_task(task: str, ood: Any) -> None:
+    if ood is not None and task != "classification":
         raise OptionError("Out-of-distribution data are for classification: leave them out for regression.")
-    bare = scores(MAP.beside(method), test, ood)
-    return {**scores(method, test, ood), **{f"base_{name}": value for name, value in bare.items()}}
 
 
-def scores(method: Method, test: Outputs, ood: Outputs | None = None) -> dict[str, float]:
-    """The figures of a method alone. Rows are read, predicted and forgotten a few at a time."""
-    figures = Scores(method.likelihood.task)
-    done = 0
-    for part in method.stream(test):
-        assert test.targets is not None
-        figures.update(part, test.targets[done : done + len(part)])
-        done += len(part)
-    for part in method.stream(ood) if ood is not None else ():
-        figures.update_ood(part)
-    return figures.compute()
+# Scores that only curves and examples need.
+
+
+def details(pred: Predictive, y: Any) -> Tensor:  # (N, 2) or (N, ..., 4) or (N, 0)
+    """Predicted class and target; or target, mean and the ends of the interval; or nothing, for another task."""
+    if hasattr(pred, "log_probs"):
+        return torch.stack([m.predicted_class(pred), m.class_labels(y, pred.log_probs)], -1)
+    if hasattr(pred, "interval"):
+        return torch.stack([m.real_targets(pred, y).double(), pred.mean.double(), *pred.interval(LEVEL)], -1)
+    return torch.zeros(len(pred), 0)
+
+
+# Curves.
+
+
+def reliability(confidence: Tensor | None, hits: Tensor | None) -> Curve | None:
+    """Mean confidence and accuracy in bins of equal width (None in an empty bin), the share and the number of points
+    in each."""
+    if confidence is None or hits is None:
+        return None
+    found = confidence_bins(confidence, hits, CONFIDENCE_BINS)
+
+    def means(total: Tensor) -> list[float | None]:
+        return [float(t / n) if n else None for t, n in zip(total, found.count, strict=True)]
+
+    return {
+        "confidence": means(found.confidence),
+        "accuracy": means(found.hits),
+        "share": (found.count / len(hits)).tolist(),
+        "count": found.count.tolist(),
+    }
+
+
+def risk_coverage(uncertainty: Tensor | None, loss: Tensor | None) -> Curve | None:
+    """The mean loss of the points that are kept when the most uncertain are withheld."""
+    if uncertainty is None or loss is None:
+        return None
+    risk = m.selective_risk(uncertainty, loss)
+    kept = (torch.arange(1, COVERAGES + 1, dtype=torch.float64) * len(risk) / COVERAGES).ceil().long()
+    return {"coverage": (kept / len(risk)).tolist(), "risk": risk[kept - 1].tolist()}
+
+
+def calibration(below: Tensor | None) -> Curve | None:
+    """The share of targets inside central intervals, by nominal level."""
+    if below is None:
+        return None
+    level = (2.0 * below - 1.0).abs().reshape(-1).sort().values
+    nominal = torch.arange(1, LEVELS + 1, dtype=torch.float64) / (LEVELS + 1)
+    found = torch.searchsorted(level, nominal, right=True).double() / len(level)
+    return {"level": nominal.tolist(), "coverage": found.tolist()}

@@ -18,6 +18,7 @@ from torch import Tensor
 from posthoc.base import Job
 from posthoc.collect.outputs import Outputs
 from posthoc.likelihoods.recalibration import NONE, Recalibration
+from posthoc.predictive.calibration_error import expected_calibration_error
 from posthoc.training import Training, side_by_side
 
 __all__ = [
@@ -248,7 +249,5 @@ def losses(log_p: Tensor, y: Tensor) -> Tensor:  # (N,)
 
 def calibration_error(log_p: Tensor, y: Tensor, bins: int = 15) -> float:
     """The expected calibration error, in bins of equal width."""
-    confidence, said = log_p.double().exp().max(-1)
-    place = (confidence * bins).ceil().clamp(1, bins).long() - 1
-    gap = torch.zeros(bins, dtype=torch.float64, device=log_p.device)
-    return float(gap.index_add(0, place, confidence - (said == y).double()).abs().sum()) / len(y)
+    confidence, label = log_p.double().exp().max(-1)
+    return float(expected_calibration_error(confidence, label == y, bins))

@@ -11,8 +11,7 @@ import torch
 
 from posthoc import MAP, Outputs
 from posthoc.errors import DataError
-from posthoc.evaluate.curves import Curves
-from posthoc.evaluate.judging import judge
+from posthoc.evaluate.evaluate import score
 from posthoc.evaluate.report.pictures import png
 
 
@@ -26,8 +25,8 @@ def test_a_classifiers_curves_against_loops():
     torch.manual_seed(0)
     data, ood = classes(300, 0), classes(100, 1)
     method = MAP(None, "classification").fit(data)
-    judged = judge(method, data, ood)
-    curves = judged.curves.compute()
+    found = score(method, data, ood)
+    curves = found.curves()
     p = data.outputs.double().softmax(-1).numpy()
     confidence, said, y = p.max(1), p.argmax(1), data.targets.numpy()
     for b in range(15):
@@ -43,7 +42,7 @@ def test_a_classifiers_curves_against_loops():
         for share, c, a in zip(*(curves["reliability"][k] for k in ("share", "confidence", "accuracy")), strict=True)
         if c is not None
     ]
-    assert sum(gaps) == pytest.approx(judged.figures["ece"], rel=1e-4)
+    assert sum(gaps) == pytest.approx(found.figures["ece"], rel=1e-4)
     entropy = -(p * np.log(p)).sum(1)
     q = ood.outputs.double().softmax(-1).numpy()
     edges = np.linspace(0, math.log(4), 31)
@@ -54,7 +53,7 @@ def test_a_classifiers_curves_against_loops():
     wrong = (said != y)[order]
     np.testing.assert_allclose(curves["risk_coverage"]["coverage"], np.arange(1, 51) / 50)
     np.testing.assert_allclose(curves["risk_coverage"]["risk"], [wrong[: 6 * k].mean() for k in range(1, 51)])
-    examples = judged.curves.examples(3)
+    examples = found.examples(3)
     assert [e["row"] for e in examples["most_certain"]] == order[:3].tolist()
     assert [e["row"] for e in examples["least_certain"]] == order[::-1][:3].tolist()
     assert examples["least_certain"][0]["target"] == y[order[-1]]
@@ -66,31 +65,19 @@ def test_a_regressions_curves_against_loops():
     mean = torch.randn(250, 1, generator=g)
     y = mean + 0.5 * torch.randn(250, 1, generator=g)
     method = MAP(None, "regression").fit(Outputs(mean, y))
-    judged = judge(method, Outputs(mean, y))
-    curves = judged.curves.compute()
+    found = score(method, Outputs(mean, y))
+    curves = found.curves()
     pred = method.predict(Outputs(mean, y))
-    for level, found in zip(curves["calibration"]["level"], curves["calibration"]["coverage"], strict=True):
+    for level, share in zip(curves["calibration"]["level"], curves["calibration"]["coverage"], strict=True):
         low, high = pred.interval(level)
-        assert found == pytest.approx(float(((y >= low) & (y <= high)).double().mean()))
+        assert share == pytest.approx(float(((y >= low) & (y <= high)).double().mean()))
     bars = curves["error_bars"]
     low, high = pred.interval(0.9)
     rows = torch.linspace(0, 249, 100).long()
     for name, column in (("target", y), ("mean", mean), ("low", low), ("high", high)):
         np.testing.assert_allclose(bars[name], column[rows, 0], rtol=1e-5)
     # One variance for all: whichever are kept, their error is that of all.
-    np.testing.assert_allclose(curves["risk_coverage"]["risk"], judged.figures["rmse"] ** 2, rtol=1e-4)
-
-
-def test_batches_make_no_difference_and_nothing_is_refused():
-    data = classes(60, 2)
-    method = MAP(None, "classification").fit(data)
-    whole, parts = Curves("classification"), Curves("classification")
-    whole.update(method.predict(data), data.targets)
-    for rows in (slice(0, 7), slice(7, 60)):
-        parts.update(method.predict(data[rows]), data.targets[rows])
-    assert whole.compute() == parts.compute()
-    with pytest.raises(DataError, match="at least one batch"):
-        Curves("regression").compute()
+    np.testing.assert_allclose(curves["risk_coverage"]["risk"], found.figures["rmse"] ** 2, rtol=1e-4)
 
 
 def test_a_picture_is_read_again():

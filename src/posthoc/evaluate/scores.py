@@ -1,0 +1,213 @@
+"""`Scores`: all figures of a task, batch by batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from posthoc.errors import DataError, WrongTaskError
+from posthoc.evaluate import metrics as m
+from posthoc.likelihoods.base import Likelihood, make_likelihood
+from posthoc.predictive.base import Predictive
+from posthoc.predictive.calibration_error import expected_calibration_error
+
+__all__ = ["METRICS", "Metric", "Scores"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure as a function of scores.
+
+    Args:
+        scores: Functions (pred, y) -> (N,) or (N, ...).
+        figure: From the scores of all rows, one tensor a function, to one number.
+        detects: Whether `figure` takes the scores of in-distribution data and those of out-of-distribution data.
+    """
+
+    scores: tuple[m.Score, ...]
+    figure: Callable[..., Tensor] = torch.mean
+    detects: bool = False
+
+
+METRICS: dict[str, Metric] = {
+    "nll": Metric((m.log_loss,)),
+    "accuracy": Metric((m.hit,)),
+    "ece": Metric((m.confidence, m.hit), expected_calibration_error),
+    "brier": Metric((m.squared_distance,)),
+    "rmse": Metric((m.squared_error,), lambda squares: squares.mean().sqrt()),
+    "mae": Metric((m.absolute_error,)),
+    "crps": Metric((m.ranked_probability_score,)),
+    "cqm": Metric((m.probability_below,), m.cqm_of),
+    **{f"coverage_{percent}": Metric((partial(m.covered, level=percent / 100),)) for percent in (50, 90, 95)},
+    "width_90": Metric((partial(m.interval_width, level=0.9),)),
+    "aurc": Metric((m.default_uncertainty, m.default_loss), m.aurc_of),
+    "ood_auc": Metric((m.default_uncertainty,), m.auroc, detects=True),
+    "ood_fpr95": Metric((m.default_uncertainty,), partial(m.fpr_at, 0.95), detects=True),
+}
+"""Metrics by name; `Likelihood.metrics` names those of a task."""
+
+TASKS = {
+    "classification": ("nll", "accuracy", "ece", "brier", "aurc", "ood_auc", "ood_fpr95"),
+    "regression": (
+        *("nll", "rmse", "mae", "crps", "cqm", "coverage_50", "coverage_90", "coverage_95", "width_90", "aurc"),
+    ),
+}
+RESAMPLES, RESAMPLED_ROWS = 100, 10_000
+"""Of the bootstrap; of more rows, so many are resampled and the error is scaled to the number of all."""
+
+
+class Scores:
+    """The figures of a task from predictions that come batch by batch.
+
+    Classification: `nll`, `accuracy`, `ece` (15 bins of equal width), `brier` (summed over classes), `aurc` (of the
+    error rate, by entropy) and, after `update_ood`, `ood_auc` and `ood_fpr95` (by entropy). Regression: `nll`, `rmse`,
+    `mae`, `crps`, `cqm`, `coverage_50`, `coverage_90`, `coverage_95`, `width_90`, `aurc` (of the squared error, by
+    standard deviation). Shares are fractions, the rest is in the user's units. A few float64 numbers a row are kept,
+    on the CPU, however many classes there are.
+
+    Args:
+        task: A likelihood, whose `metrics()` are computed, or the name of one.
+        keep: More scores to keep, for `column`.
+
+    Example:
+        >>> from posthoc import MAP, Outputs
+        >>> data = Outputs(torch.eye(3), torch.arange(3))
+        >>> scores = Scores("classification")
+        >>> scores.update(MAP(None, "classification").fit(data).predict(data), data.targets)
+        >>> scores.compute()["accuracy"]
+        1.0
+    """
+
+    def __init__(self, task: str | Likelihood, keep: Sequence[m.Score] = ()) -> None:
+        likelihood = make_likelihood(task)
+        named: Sequence[str | m.Score] = (
+            likelihood.metrics() if hasattr(likelihood, "metrics") else TASKS[likelihood.task]
+        )
+        self.task = likelihood.task
+        self.metrics: dict[str, Metric] = {
+            **{name: METRICS[name] for name in named if isinstance(name, str)},
+            **{score.__name__: Metric((score,)) for score in named if callable(score)},
+        }
+        needed = [score for metric in self.metrics.values() for score in metric.scores]
+        self._inside: dict[m.Score, list[Tensor]] = {score: [] for score in (*needed, *keep)}
+        self._outside: dict[m.Score, list[Tensor]] = {
+            score: [] for metric in self.metrics.values() if metric.detects for score in metric.scores
+        }
+
+    def update(self, pred: Predictive, y: Any) -> None:
+        """Adds a batch. A batch with an error is left out as a whole.
+
+        Args:
+            pred: Predictions for N rows.
+            y: The N targets.
+
+        Raises:
+            DataError: If targets do not fit the predictions, or a score is NaN.
+            WrongTaskError: If the predictions are of another task.
+        """
+        self._add(self._inside, pred, y)
+
+    def update_ood(self, pred: Predictive) -> None:
+        """Adds a batch of out-of-distribution data.
+
+        Raises:
+            WrongTaskError: If the task has no figure for such data.
+        """
+        if not self._outside:
+            raise WrongTaskError(f"update_ood is for classification; these are the scores of a {self.task}.")
+        self._add(self._outside, pred)
+
+    def compute(self) -> dict[str, float]:
+        """All figures so far, of the rows of all processes where several have joined with `torch.distributed`.
+
+        Raises:
+            DataError: If there are no rows.
+        """
+        inside, outside = self._gathered()
+        return {name: float(metric.figure(*columns)) for name, metric, columns in self._applicable(inside, outside)}
+
+    def standard_errors(self) -> dict[str, float]:
+        """The standard error of each figure over test sets of this size: of a mean from its variance, else by a
+        bootstrap over rows (with a fixed seed)."""
+        inside, outside = self._gathered()
+        generator = torch.Generator().manual_seed(0)
+        found = {}
+        for name, metric, columns in self._applicable(inside, outside):
+            if metric.figure is torch.mean:
+                found[name] = float(columns[0].std() / len(columns[0]) ** 0.5) if len(columns[0]) > 1 else math.nan
+            else:
+                found[name] = bootstrap_error(metric, columns, generator)
+        return {name: error for name, error in found.items() if math.isfinite(error)}
+
+    def column(self, score: m.Score, *, outside: bool = False) -> Tensor | None:  # (N,) or (N, ...)
+        """A score of all rows of this process, or None if no metric of the task needs it or there are no rows."""
+        parts = (self._outside if outside else self._inside).get(score)
+        return torch.cat(parts) if parts else None
+
+    def _add(self, kept: dict[m.Score, list[Tensor]], pred: Predictive, y: Any = None) -> None:
+        if not len(pred):
+            return
+        found = {score: m.scores(score, pred, y).cpu() for score in kept}
+        for score, values in found.items():
+            kept[score].append(values)
+
+    def _gathered(self) -> tuple[dict[m.Score, Tensor], dict[m.Score, Tensor]]:
+        inside, outside = (
+            {score: gathered(parts) for score, parts in kept.items()} for kept in (self._inside, self._outside)
+        )
+        if not all(len(values) for values in inside.values()):
+            raise DataError("Expected some data before Scores.compute(), got none: call update first.")
+        return inside, outside
+
+    def _applicable(
+        self, inside: dict[m.Score, Tensor], outside: dict[m.Score, Tensor]
+    ) -> list[tuple[str, Metric, list[Tensor]]]:
+        """Metrics with the columns they take; those of out-of-distribution data only where there are such data."""
+        found = []
+        for name, metric in self.metrics.items():
+            columns = [inside[score] for score in metric.scores]
+            if metric.detects:
+                columns += [outside[score] for score in metric.scores]
+            if all(len(column) for column in columns):
+                found.append((name, metric, columns))
+        return found
+
+
+def bootstrap_error(metric: Metric, columns: list[Tensor], generator: torch.Generator) -> float:
+    """The standard deviation of a figure over resamples of its rows."""
+    rows = [len(columns[0]), len(columns[-1])]
+    figures = []
+    for _ in range(RESAMPLES):
+        chosen = [torch.randint(n, (min(n, RESAMPLED_ROWS),), generator=generator) for n in rows]
+        if metric.detects:
+            figures.append(metric.figure(*(column[at] for column, at in zip(columns, chosen, strict=True))))
+        else:
+            figures.append(metric.figure(*(column[chosen[0]] for column in columns)))
+    # The error falls with the root of the number of rows: that of a part gives that of all.
+    share = max(min(n, RESAMPLED_ROWS) / n for n in rows)
+    return float(torch.stack(figures).std()) * math.sqrt(share)
+
+
+def gathered(parts: list[Tensor]) -> Tensor:  # (N,) or (N, ...)
+    """A column of all rows, of every process if there are several; one without rows has an empty column."""
+    own = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return own
+    device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
+    shape = torch.tensor([len(own), own[:1].numel(), own.ndim], device=device)
+    shapes = [torch.empty_like(shape) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(shapes, shape)
+    rows, across, ndim = torch.stack(shapes).amax(0).tolist()
+    padded = torch.zeros(rows, max(across, 1), dtype=torch.float64, device=device)
+    if len(own):
+        padded[: len(own)] = own.reshape(len(own), -1).to(device)
+    others = [torch.empty_like(padded) for _ in shapes]
+    distributed.all_gather(others, padded)
+    column = torch.cat([other[: int(known[0])] for other, known in zip(others, shapes, strict=True)]).cpu()
+    return column if ndim > 1 else column.squeeze(1)

@@ -1,0 +1,222 @@
+"""`Scores`: figures are those of the metrics, batch by batch and in several processes."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sklearn.metrics as sk  # type: ignore[import-untyped]
+import torch
+from torch import distributed
+
+from posthoc import DataError, OptionError, WrongTaskError
+from posthoc.evaluate import metrics as m
+from posthoc.evaluate.scores import METRICS, Scores, bootstrap_error
+from posthoc.predictive.base import ClassificationPredictive, RegressionPredictive
+from tests.test_metrics import class_case, real_case
+
+CASES = {"classification": class_case, "regression": real_case}
+OUTSIDE = class_case(40, seed=1, sharpness=1.0)[0]
+
+every_task = pytest.mark.parametrize("task", CASES)
+
+
+def fed(task, *batches) -> Scores:
+    pred, y = CASES[task]()
+    scores = Scores(task)
+    for rows in batches:
+        scores.update(pred[rows], y[rows])
+    return scores
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_figures_of_a_regression_are_the_metrics(outputs):
+    pred, y = real_case(outputs=outputs)
+    scores = Scores("regression")
+    scores.update(pred, y)
+    expected = {"nll": m.nll, "rmse": m.rmse, "mae": m.mae, "crps": m.crps, "cqm": m.cqm}
+    figures = {name: float(metric(pred, y)) for name, metric in expected.items()}
+    figures |= {f"coverage_{level}": float(m.coverage(pred, y, level / 100)) for level in (50, 90, 95)}
+    figures |= {"width_90": float(m.width(pred, y, 0.9)), "aurc": float(m.aurc(pred, y))}
+    found = scores.compute()
+    assert list(found) == list(figures)
+    assert all(type(figure) is float for figure in found.values())
+    assert found == pytest.approx(figures, rel=1e-12)
+    with pytest.raises(WrongTaskError, match="update_ood is for classification"):
+        scores.update_ood(pred)
+
+
+def test_figures_of_classes_are_the_metrics_and_detection_joins_them():
+    pred, y = class_case()
+    scores = Scores("classification")
+    scores.update_ood(OUTSIDE[:30])
+    with pytest.raises(DataError, match="Expected some data before"):
+        scores.compute()
+    scores.update(pred, y)
+    before = scores.compute()
+    scores.update_ood(OUTSIDE[30:])
+    found = scores.compute()
+    expected = {"nll": m.nll, "accuracy": m.accuracy, "ece": m.ece, "brier": m.brier, "aurc": m.aurc}
+    assert list(found) == [*expected, "ood_auc", "ood_fpr95"]
+    for name, metric in expected.items():
+        assert found[name] == before[name] == pytest.approx(float(metric(pred, y)), rel=1e-12)
+    truth, entropy = np.repeat([0, 1], [60, 40]), torch.cat([pred.entropy(), OUTSIDE.entropy()])
+    assert found["ood_auc"] == pytest.approx(sk.roc_auc_score(truth, entropy))
+    fpr, tpr, _ = sk.roc_curve(truth, entropy, drop_intermediate=False)
+    assert found["ood_fpr95"] == pytest.approx(fpr[np.argmax(tpr >= 0.95)])
+    assert before["ood_auc"] == pytest.approx(sk.roc_auc_score(truth[:90], entropy[:90]))
+    assert list(fed("classification", slice(0, 60)).compute()) == list(expected)
+
+
+@every_task
+def test_batches_and_their_order_do_not_matter(task):
+    whole = fed(task, slice(None)).compute()
+    assert fed(task, slice(0, 7), slice(7, 7), slice(7, 60)).compute() == pytest.approx(whole, rel=1e-12)
+    shuffled = torch.randperm(60, generator=torch.Generator().manual_seed(1))
+    assert fed(task, *shuffled.split(13)).compute() == pytest.approx(whole, rel=1e-12)
+    assert fed(task, slice(0, 7)).compute() != pytest.approx(whole, rel=1e-3)
+
+
+@every_task
+def test_no_data_have_no_figures(task):
+    for scores in (fed(task), fed(task, slice(0, 0))):
+        with pytest.raises(DataError, match=r"Expected some data before .*compute\(\), got none"):
+            scores.compute()
+
+
+def spoiled(task):
+    """NaN where only some of the metrics look."""
+    pred, y = CASES[task]()
+    if task == "regression":
+        return RegressionPredictive(pred.mean, pred.variance.index_fill(0, torch.tensor(3), torch.nan), pred.noise), y
+    log_probs = pred.log_probs.scatter(-1, ((y + 1) % 4)[:, None], torch.nan)  # never the label's own
+    return ClassificationPredictive(pred.mean, pred.variance, log_probs, pred.temperature), y
+
+
+@every_task
+def test_a_batch_is_scored_whole_or_not_at_all(task):
+    scores = fed(task, slice(0, 30))
+    before = scores.compute()
+    pred, y = CASES[task]()
+    with pytest.raises(DataError, match="NaN in row"):
+        scores.update(*spoiled(task))
+    with pytest.raises(DataError, match="Expected"):
+        scores.update(pred, torch.full((60,), 9) if task == "classification" else torch.zeros(59, 1))
+    other = "regression" if task == "classification" else "classification"
+    with pytest.raises(WrongTaskError):
+        scores.update(CASES[other]()[0], torch.zeros(60, dtype=torch.long))
+    assert scores.compute() == before
+
+
+def test_sums_are_in_double_precision_and_free_of_the_graph():
+    pred, y = real_case(1000, dtype=torch.float32)
+    scores = Scores("regression")
+    with torch.enable_grad():
+        mean = torch.zeros(1, 1, requires_grad=True)
+        scores.update(RegressionPredictive(mean, torch.ones(1, 1), torch.ones(1, 1)), torch.tensor([[2.0**30]]))
+    for rows in range(1000):
+        scores.update(pred[rows : rows + 1], y[rows : rows + 1])
+    exact = (2.0**30 + float((y.double() - pred.mean.double()).abs().sum())) / 1001
+    assert scores.compute()["mae"] == pytest.approx(exact, rel=1e-14)
+    assert not scores.column(m.squared_error).requires_grad
+
+
+def test_what_is_kept_does_not_grow_with_the_classes():
+    for classes in (2, 3000):
+        scores = Scores("classification")
+        for _ in range(3):
+            pred, y = class_case(20, classes, torch.float32)
+            scores.update(pred, y)
+            scores.update_ood(pred)
+        kept = [part for parts in (*scores._inside.values(), *scores._outside.values()) for part in parts]
+        assert sum(part.untyped_storage().nbytes() for part in kept) == 8 * 7 * 60
+
+
+def test_half_precision_outputs():
+    pred, y = real_case(dtype=torch.bfloat16)
+    wide = real_case()[0]
+    scores, exact = Scores("regression"), Scores("regression")
+    scores.update(type(pred)(pred.mean, wide.latent_variance.float(), wide.noise.float()), y)
+    exact.update(type(pred)(pred.mean.double(), wide.latent_variance, wide.noise), y.double())
+    assert scores.compute() == pytest.approx(exact.compute(), rel=1e-4)
+
+
+def test_an_unknown_task_is_refused():
+    with pytest.raises(OptionError, match="ranking"):
+        Scores("ranking")
+
+
+# Standard errors.
+
+
+def test_the_error_of_a_mean_is_that_of_its_rows():
+    pred, y = class_case(400)
+    scores = Scores("classification")
+    scores.update(pred, y)
+    loss = -pred.log_prob(y)
+    assert scores.standard_errors()["nll"] == pytest.approx(float(loss.std()) / 20, rel=1e-12)
+
+
+def test_bootstrap_errors_are_those_between_test_sets():
+    """The spread of the ECE, the AUC and the RMSE over 200 test sets."""
+    for task, size in (("classification", 500), ("regression", 500)):
+        found, errors = [], []
+        for seed in range(200):
+            scores = Scores(task)
+            scores.update(*CASES[task](size, seed=seed))
+            if task == "classification":
+                scores.update_ood(class_case(size, seed=1000 + seed, sharpness=1.0)[0])
+            found.append(scores.compute())
+            if seed < 5:
+                errors.append(scores.standard_errors())
+        for name in ("ece", "ood_auc", "aurc") if task == "classification" else ("rmse", "cqm", "aurc"):
+            spread = np.std([figures[name] for figures in found])
+            assert np.mean([error[name] for error in errors]) == pytest.approx(spread, rel=0.4), name
+
+
+def test_the_error_of_many_rows_is_that_of_some_of_them_made_smaller(monkeypatch):
+    squares = torch.rand(4000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = bootstrap_error(METRICS["rmse"], [squares], torch.Generator().manual_seed(0))
+    monkeypatch.setattr("posthoc.evaluate.scores.RESAMPLED_ROWS", 500)
+    assert bootstrap_error(METRICS["rmse"], [squares], torch.Generator().manual_seed(0)) == pytest.approx(
+        whole, rel=0.3
+    )
+
+
+# Several processes.
+
+SHARES = {
+    # the first rank has no regression data, the second no out-of-distribution data
+    0: (slice(0, 0), slice(0, 25), slice(0, 40)),
+    1: (slice(0, 60), slice(25, 60), slice(0, 0)),
+}
+
+
+def share(real_rows: slice, class_rows: slice, outside_rows: slice) -> list[dict[str, float]]:
+    classes = fed("classification", class_rows)
+    classes.update_ood(OUTSIDE[outside_rows])
+    return [classes.compute(), fed("regression", real_rows).compute()]
+
+
+def work(_: int, rank: int, folder: str) -> None:
+    meeting = f"file://{folder}/meet"
+    distributed.init_process_group("gloo", meeting, timedelta(seconds=120), rank=rank, world_size=2)
+    try:
+        Path(folder, f"{rank}.json").write_text(json.dumps(share(*SHARES[rank])))
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="torch was built without torch.distributed")
+def test_two_processes_give_the_figures_of_one(tmp_path):
+    whole = share(slice(0, 60), slice(0, 60), slice(0, 40))
+    other = torch.multiprocessing.spawn(work, (1, str(tmp_path)), nprocs=1, join=False)
+    work(0, 0, str(tmp_path))  # this process is the other rank
+    while not other.join():
+        pass
+    for rank in range(2):
+        for found, expected in zip(json.loads((tmp_path / f"{rank}.json").read_text()), whole, strict=True):
+            assert found == pytest.approx(expected, rel=1e-12)
