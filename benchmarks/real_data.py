@@ -101,14 +101,14 @@ def classification(fit: Outputs, test: Outputs, seed: int, **options: Any) -> di
     bayes = FMGP(None, "classification", seed=seed, **options).fit(fit)
     seconds = time.perf_counter() - start
     pred = bayes.predict(test)
-    nll, temperature = temperature_nll(fit, test)
+    scaled, temperature = temperature_nll(fit, test)
     return {
         "fmgp": {
             "nll": float(nll(pred, test.targets)),
             "classes_changed": int((pred.probs.argmax(-1) != test.outputs.argmax(-1)).sum()),
             "fit_seconds": seconds,
         },
-        "temperature scaling": {"nll": nll, "temperature": temperature},
+        "temperature scaling": {"nll": scaled, "temperature": temperature},
         "network": {"nll": float(nn.functional.cross_entropy(test.outputs, known(test.targets)))},
     }
 

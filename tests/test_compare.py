@@ -94,9 +94,7 @@ def test_time_is_of_the_fit_and_of_the_predictions(monkeypatch):
 
             return predict
 
-    monkeypatch.setattr(
-        "posthoc.evaluate.scores.Scores.compute", lambda self: now.__setitem__(0, now[0] + 100.0) or {}
-    )
+    monkeypatch.setattr("posthoc.evaluate.scores.Scores.compute", lambda self: now.__setitem__(0, now[0] + 100.0) or {})
     figures = compare(None, classified(), classified(1500), [Slow])["slow"].figures
     assert figures["fit_seconds"] == 7.0
     assert figures["predict_seconds"] == 4.0  # two chunks of rows, and nothing of the scoring

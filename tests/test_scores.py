@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from posthoc.evaluate.scores import METRICS, Scores, bootstrap_error
 from posthoc.predictive.base import ClassificationPredictive, RegressionPredictive
 from tests.test_metrics import class_case, real_case
 
-CASES = {"classification": class_case, "regression": real_case}
+CASES: dict[str, Callable[..., Any]] = {"classification": class_case, "regression": real_case}
 OUTSIDE = class_case(40, seed=1, sharpness=1.0)[0]
 
 every_task = pytest.mark.parametrize("task", CASES)
@@ -100,7 +102,7 @@ def spoiled(task):
 def test_a_batch_is_scored_whole_or_not_at_all(task):
     scores = fed(task, slice(0, 30))
     before = scores.compute()
-    pred, y = CASES[task]()
+    pred, _ = CASES[task]()
     with pytest.raises(DataError, match="NaN in row"):
         scores.update(*spoiled(task))
     with pytest.raises(DataError, match="Expected"):

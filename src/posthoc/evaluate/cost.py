@@ -9,9 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 __all__ = ["Cost", "machine", "measured", "synchronize", "versions", "warm_up"]
@@ -113,12 +115,8 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of what decides the numbers."""
-    import numpy
-
-    import posthoc
-
     return {
-        "posthoc": posthoc.__version__,
+        "posthoc": version("posthoc"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,

@@ -22,6 +22,7 @@ from posthoc.evaluate.scores import Scores
 from posthoc.methods.map import MAP
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.calibration_error import confidence_bins
+from posthoc.validation import class_labels
 
 __all__ = ["Evaluation", "evaluate", "score"]
 
@@ -164,7 +165,7 @@ def require_ood_task(task: str, ood: Any) -> None:
 def details(pred: Predictive, y: Any) -> Tensor:  # (N, 2) or (N, ..., 4) or (N, 0)
     """Predicted class and target; or target, mean and the ends of the interval; or nothing, for another task."""
     if hasattr(pred, "log_probs"):
-        return torch.stack([m.predicted_class(pred), m.class_labels(y, pred.log_probs)], -1)
+        return torch.stack([m.predicted_class(pred), class_labels(y, pred.log_probs)], -1)
     if hasattr(pred, "interval"):
         return torch.stack([m.real_targets(pred, y).double(), pred.mean.double(), *pred.interval(LEVEL)], -1)
     return torch.zeros(len(pred), 0)
@@ -181,13 +182,13 @@ def reliability(confidence: Tensor | None, hits: Tensor | None) -> Curve | None:
     found = confidence_bins(confidence, hits, CONFIDENCE_BINS)
 
     def means(total: Tensor) -> list[float | None]:
-        return [float(t / n) if n else None for t, n in zip(total, found.count, strict=True)]
+        return [float(t / n) if n else None for t, n in zip(total, found.points, strict=True)]
 
     return {
         "confidence": means(found.confidence),
         "accuracy": means(found.hits),
-        "share": (found.count / len(hits)).tolist(),
-        "count": found.count.tolist(),
+        "share": (found.points / len(hits)).tolist(),
+        "count": found.points.tolist(),
     }
 
 

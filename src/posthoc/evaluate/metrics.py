@@ -152,10 +152,10 @@ def ece(pred: Predictive, y: Any, bins: int = 15, *, equal_mass: bool = False) -
 
     Example:
         >>> from posthoc import MAP, Outputs
-        >>> data = Outputs(torch.eye(3), torch.arange(3))
-        >>> pred = MAP(likelihood="classification", model=None).fit(data).predict(data)
+        >>> data = Outputs(2 * torch.eye(3), torch.arange(3))
+        >>> pred = MAP(None, "classification").fit(data).predict(data)
         >>> round(float(ece(pred, data.targets)), 3)
-        0.424
+        0.213
     """
     bins = integer("bins", bins, 1)
     return expected_calibration_error(scores(confidence, pred, y), scores(hit, pred, y), bins, equal_mass=equal_mass)

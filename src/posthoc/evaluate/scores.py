@@ -77,7 +77,7 @@ class Scores:
 
     Example:
         >>> from posthoc import MAP, Outputs
-        >>> data = Outputs(torch.eye(3), torch.arange(3))
+        >>> data = Outputs(2 * torch.eye(3), torch.arange(3))
         >>> scores = Scores("classification")
         >>> scores.update(MAP(None, "classification").fit(data).predict(data), data.targets)
         >>> scores.compute()["accuracy"]
@@ -86,9 +86,8 @@ class Scores:
 
     def __init__(self, task: str | Likelihood, keep: Sequence[m.Score] = ()) -> None:
         likelihood = make_likelihood(task)
-        named: Sequence[str | m.Score] = (
-            likelihood.metrics() if hasattr(likelihood, "metrics") else TASKS[likelihood.task]
-        )
+        metrics: Any = getattr(likelihood, "metrics", lambda: TASKS[likelihood.task])
+        named: Sequence[str | m.Score] = metrics()
         self.task = likelihood.task
         self.metrics: dict[str, Metric] = {
             **{name: METRICS[name] for name in named if isinstance(name, str)},

@@ -11,9 +11,9 @@ __all__ = ["ConfidenceBins", "confidence_bins", "expected_calibration_error"]
 
 
 class ConfidenceBins(NamedTuple):
-    """Sums over the points of each bin of confidence, (bins,) in float64."""
+    """The number of points in each bin of confidence and the sums over them, (bins,) in float64."""
 
-    count: Tensor
+    points: Tensor
     confidence: Tensor
     hits: Tensor
 
