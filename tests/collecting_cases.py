@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from posthoc import Outputs
 from posthoc.collect.outputs import join
-from posthoc.integrations.predictors import Predictor
+from posthoc.integrations.models import Predictor
 from posthoc.integrations.transforms import Collate
 
 SIDE, CLASSES, FEATURES = 8, 3, 4

@@ -35,6 +35,7 @@ from tests.collecting_cases import (
 )
 
 ROWS = 23
+TRUSTED = ("--trust-code", "--weights", "none")
 
 
 def run(*args: object) -> str:
@@ -163,7 +164,7 @@ def test_progress_is_shown_where_it_is_wanted(tmp_path, capfd):
 
 def test_the_command_collects_a_folder_of_images(tmp_path):
     labels = image_folder(tmp_path / "images", ROWS)
-    said = run(NET, tmp_path / "images", "-o", tmp_path / "o", "--trust-code", "--batch-size", 7, "--workers", 2)
+    said = run(NET, tmp_path / "images", "-o", tmp_path / "o", *TRUSTED, "--batch-size", 7, "--workers", 2)
     assert said.strip() == f"wrote {tmp_path / 'o'}: 23 rows, outputs of 3, features of 4, targets of 1"
     assert_close(open_outputs(tmp_path / "o"), expected(raw(ROWS), labels), "outputs", "features", "targets")
     identity = read_identity(tmp_path / "o")
@@ -176,7 +177,7 @@ def test_the_command_collects_a_folder_of_images(tmp_path):
 
 def test_a_layer_and_a_transform_of_ones_own(tmp_path):
     labels = image_folder(tmp_path / "images", ROWS)
-    options = ("--transform", TRANSFORM, "--layer", "conv", "--inputs", "--trust-code", "--workers", 0)
+    options = ("--transform", TRANSFORM, "--layer", "conv", "--inputs", *TRUSTED, "--workers", 0)
     run(NET, tmp_path / "images", "-o", tmp_path / "o", *options)
     x = raw(ROWS) - 0.5
     wanted = expected(x, labels)
@@ -192,7 +193,7 @@ def stopped(tmp_path):
         "import posthoc.collect.folder_writer as writer; writer.COMMIT_SECONDS = 0\n"
         "import sys, typer; from posthoc.cli.collect import collect; typer.run(collect)"
     )
-    args = [NET, tmp_path / "images", "-o", tmp_path / "killed", "--transform", TRANSFORM, "--trust-code"]
+    args = [NET, tmp_path / "images", "-o", tmp_path / "killed", "--transform", TRANSFORM, *TRUSTED]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, args), "--batch-size", "4", "--workers", "2"],
         env={**os.environ, BLOCKED_ROW: "41"},
@@ -216,7 +217,7 @@ def stopped(tmp_path):
 
 def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, stopped):
     assert json.loads((stopped / "outputs.json").read_text())["rows"] == 40
-    args = [NET, tmp_path / "images", "--transform", TRANSFORM, "--trust-code", "--batch-size", 4, "--workers", 0]
+    args = [NET, tmp_path / "images", "--transform", TRANSFORM, *TRUSTED, "--batch-size", 4, "--workers", 0]
     run(*args, "-o", tmp_path / "whole")
     run(*args, "-o", stopped)
     assert contents(stopped) == contents(tmp_path / "whole")
@@ -225,15 +226,15 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, stopped):
 
 def test_a_folder_that_changed_is_refused(tmp_path):
     image_folder(tmp_path / "images", 5)
-    run(NET, tmp_path / "images", "-o", tmp_path / "o", "--trust-code", "--workers", 0)
+    run(NET, tmp_path / "images", "-o", tmp_path / "o", *TRUSTED, "--workers", 0)
     (tmp_path / "images" / "class_0" / "000.png").rename(tmp_path / "images" / "class_0" / "renamed.png")
     with pytest.raises(FileError, match=r"data: .* there"):
-        run(NET, tmp_path / "images", "-o", tmp_path / "o", "--trust-code", "--workers", 0)
+        run(NET, tmp_path / "images", "-o", tmp_path / "o", *TRUSTED, "--workers", 0)
 
 
 def test_a_finished_folder_is_left_alone_unless_forced(tmp_path):
     np.savez(tmp_path / "d.npz", inputs=raw(4).numpy())
-    args = (NET, tmp_path / "d.npz", "-o", tmp_path / "o", "--trust-code", "--workers", 0)
+    args = (NET, tmp_path / "d.npz", "-o", tmp_path / "o", *TRUSTED, "--workers", 0)
     assert "targets" not in run(*args)
     with pytest.raises(FileError, match="complete"):
         run(*args)
@@ -244,7 +245,7 @@ def test_nothing_is_begun_with_a_predictor_that_cannot_be_opened(tmp_path):
     np.savez(tmp_path / "d.npz", inputs=raw(4).numpy())
     for predictor, options, error in [
         (NET, (), OptionError),
-        (NET, ("--trust-code", "--layer", "nowhere"), LayerError),
+        (NET, (*TRUSTED, "--layer", "nowhere"), LayerError),
         ("resnet50", (), OptionError),
     ]:
         with pytest.raises(error):
@@ -260,7 +261,7 @@ def test_an_interrupted_command_says_how_to_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(TinyNet, "forward", interrupted)
     app = typer.Typer()
     app.command()(collect)
-    args = [NET, str(tmp_path / "d.npz"), "-o", str(tmp_path / "o"), "--trust-code", "--workers", "0"]
+    args = [NET, str(tmp_path / "d.npz"), "-o", str(tmp_path / "o"), *TRUSTED, "--workers", "0"]
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 130
     assert "run the same command again" in done.output
@@ -269,7 +270,7 @@ def test_an_interrupted_command_says_how_to_go_on(tmp_path, monkeypatch):
 def test_importing_the_commands_pulls_in_nothing_heavy():
     code = (
         "import sys, posthoc.cli.collect, posthoc.collect.to_folder;"
-        "import posthoc.integrations.plan, posthoc.integrations.ray;"
+        "import posthoc.integrations.models, posthoc.integrations.ray;"
         "heavy = {'torchvision', 'timm', 'transformers', 'datasets', 'onnxruntime', 'ray', 'pyarrow', 'PIL'};"
         "print(sorted(heavy & set(sys.modules)))"
     )

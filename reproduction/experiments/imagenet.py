@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from posthoc.errors import DataError, PosthocError, UnavailableError
 from posthoc.fmgp import FMGP
-from posthoc.integrations.images import ImageFolder
-from posthoc.integrations.predictors import Predictor, open_predictor
+from posthoc.integrations.datasets import ImageFolder
+from posthoc.integrations.models import Predictor, open_predictor
 from posthoc.integrations.transforms import Collate
 from posthoc.methods import ELLA, MAP, MFVI, Temperature
 from reproduction.data.download import Shelf

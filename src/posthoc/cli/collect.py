@@ -124,7 +124,7 @@ def collect(
     posthoc collect model.onnx tiles.parquet --input-column tile --layer features -o tiles
     posthoc collect nets:make data.npz --weights trained.safetensors --trust-code -o outputs
     """
-    from posthoc.integrations.plan import Plan
+    from posthoc.integrations.models import Plan
 
     plan = Plan(
         predictor=predictor,

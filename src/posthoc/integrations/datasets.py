@@ -1,25 +1,44 @@
-"""Data named by a string: a folder of images, a Parquet or `.npz` file, or a Hugging Face data set."""
+"""Data named by a string: a folder of images, a table, an `.npz` file, or a Hugging Face data set."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import io
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
-from posthoc.errors import FileError, OptionError
-from posthoc.integrations.hub import MappedRows, StreamedRows, open_hub
-from posthoc.integrations.images import ImageFolder
-from posthoc.integrations.npz import NpzRows
-from posthoc.integrations.parquet import ParquetRows
+import numpy as np
 
-__all__ = ["Rows", "open_data"]
+from posthoc.collect.loaders import TARGET_KEYS
+from posthoc.errors import DataError, FileError, OptionError, PosthocError
+from posthoc.optional import require
 
-Rows = ImageFolder | ParquetRows | NpzRows | MappedRows | StreamedRows
-"""Rows (input, target or None) in a fixed order, an `identity` that tells them from others, and whether a row is
-`costly` to make, so that several processes should."""
+__all__ = ["ArrayRows", "ImageFolder", "Rows", "StreamedRows", "TableRows", "file_digest", "open_data", "read_image"]
+
+INPUT_KEYS = ("inputs", "input", "image", "img", "text", "sentence", "x")
+"""The usual names of input columns, as `TARGET_KEYS` are of target columns."""
+
+IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+"""The suffixes of the images in a folder."""
+
+TABLES = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+"""The formats of tables, by suffix, as the library `datasets` names them."""
 
 
 def open_data(name: str, *, input_columns: Sequence[str] = (), target_column: str | None = None) -> Rows:
-    """The data that a string names; columns are for tables, and by default the usual names are looked for."""
+    """Open the data that a string names.
+
+    Args:
+        name: A folder of images, a table (.parquet, .csv, .json, .jsonl), an .npz file, or `hf:NAME:SPLIT`.
+        input_columns: The columns of the inputs; by default the first one of a usual name.
+        target_column: The column of the targets; by default one of a usual name, if there is one.
+    """
     scheme, _, rest = name.partition(":")
     if scheme == "hf" and rest:
         return open_hub(rest, input_columns, target_column)
@@ -31,7 +50,330 @@ def open_data(name: str, *, input_columns: Sequence[str] = (), target_column: st
     if not path.exists():
         raise FileError(f"Expected data, found nothing at {path}. A Hugging Face data set is written hf:NAME:SPLIT.")
     if path.suffix == ".npz":
-        return NpzRows(path, input_columns, target_column)
-    if path.suffix in (".parquet", ".pq"):
-        return ParquetRows(path, input_columns, target_column)
-    raise OptionError(f"Expected a folder of images, a .parquet or .npz file, or hf:NAME:SPLIT, got {name!r}.")
+        return ArrayRows(path, input_columns, target_column)
+    if path.suffix in TABLES:
+        return open_table(path, input_columns, target_column)
+    raise OptionError(
+        f"Expected a folder of images, a table ({', '.join(TABLES)}), an .npz file or hf:NAME:SPLIT, got {name!r}."
+    )
+
+
+class Columns(NamedTuple):
+    """The names of the columns to read."""
+
+    inputs: list[str]
+    target: str | None
+
+
+def choose_columns(existing: Sequence[str], inputs: Sequence[str], target: str | None) -> Columns:
+    """The columns that were asked for, or else those of usual names."""
+    listed = ", ".join(existing)
+    if absent := [name for name in [*inputs, *([target] if target is not None else [])] if name not in existing]:
+        raise OptionError(f"Expected the name of a column, got {absent[0]!r}. The columns are: {listed}.")
+    target = target if target is not None else next((key for key in TARGET_KEYS if key in existing), None)
+    usual = [key for key in INPUT_KEYS if key in existing and key != target]
+    others = [name for name in existing if name != target]
+    chosen = list(inputs) or usual[:1] or (others if len(others) == 1 else [])
+    if not chosen:
+        raise OptionError(f"Which column holds the inputs? Name it with --input-column; the columns are: {listed}.")
+    return Columns(chosen, target)
+
+
+# Images
+
+
+def read_image(content: bytes | str | os.PathLike[str], name: str) -> Any:
+    """Read an image in color from its file or its bytes; errors call it `name`."""
+    library = require("PIL.Image", "images", "Reading images")
+    source: Any = io.BytesIO(content) if isinstance(content, bytes) else content
+    try:
+        with library.open(source) as image:
+            return image.convert("RGB")
+    # Pillow's errors have no common base: a damaged file fails as the reader of its format does.
+    except (OSError, ValueError, SyntaxError, EOFError, library.DecompressionBombError) as error:
+        raise DataError(
+            f"Expected an image that can be read, found that {name} cannot be ({error}). Repair or remove it, and "
+            "collect again with --force."
+        ) from error
+
+
+class ImageFolder:
+    """The images of a folder in the order of their names.
+
+    Images in sub-folders have the sub-folder as class, numbered in the order of the names; images in the folder itself
+    have no targets.
+    """
+
+    costly = True
+
+    def __init__(self, folder: Path) -> None:
+        require("PIL.Image", "images", "Reading images")
+        self.folder = folder
+        classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        files = [(name, size) for name, size in walk(folder) if Path(name).suffix.lower() in IMAGES]
+        if not files:
+            raise DataError(f"Expected images ({', '.join(IMAGES)}) in {folder} or in its sub-folders, found none.")
+        loose = [name for name, _ in files if "/" not in name]
+        if loose and len(loose) < len(files):
+            raise DataError(
+                f"Expected images either in {folder} itself or in one sub-folder a class, found both ({loose[0]} and "
+                f"{len(files) - len(loose)} below): move one or the other."
+            )
+        self.labels = {name: number for number, name in enumerate(classes)} if not loose else {}
+        # Bytes in one array: every worker process would copy a list of strings.
+        self.names = np.array([os.fsencode(name) for name, _ in files])
+        # The classes belong to the identity, since one without images counts when they are numbered.
+        listing = chain(((f"{name}/", 0) for name in self.labels), files)
+        self.identity = {"kind": "images", "rows": len(files), "digest": listing_digest(listing)}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, row: int) -> tuple[Any, int | None]:
+        name = os.fsdecode(self.names[row])
+        path = self.folder / name
+        return read_image(path, str(path)), self.labels.get(name.partition("/")[0])
+
+
+# Arrays
+
+
+class ArrayRows:
+    """The rows of an `.npz` file, in memory."""
+
+    costly = False
+
+    def __init__(self, path: Path, inputs: Sequence[str], target: str | None) -> None:
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                columns = choose_columns(file.files, inputs, target)
+                if len(columns.inputs) > 1:
+                    raise DataError(f"Expected one array of inputs in an .npz file, got {', '.join(columns.inputs)}.")
+                self.inputs = file[columns.inputs[0]]
+                self.targets = file[columns.target] if columns.target is not None else None
+        except PosthocError:
+            raise
+        except (zipfile.BadZipFile, ValueError, EOFError, OSError, KeyError) as error:
+            raise FileError(f"Expected arrays of numbers in {path}, found what cannot be read ({error}).") from error
+        for name, array in (("inputs", self.inputs), ("targets", self.targets)):
+            if array is not None and (array.dtype.kind not in "fiub" or not array.ndim or not len(array)):
+                raise DataError(
+                    f"Expected {name} of numbers with at least one row in {path}, got {array.dtype} of shape "
+                    f"{array.shape}."
+                )
+        if self.targets is not None and len(self.targets) != len(self.inputs):
+            raise DataError(
+                f"Expected as many targets as inputs in {path}, found {len(self.targets)} and {len(self.inputs)}."
+            )
+        if self.inputs.ndim == 1:
+            self.inputs = self.inputs[:, None]
+        self.identity = {"kind": "npz", "rows": len(self), "digest": file_digest(path), "columns": columns._asdict()}
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, row: int) -> tuple[Any, Any]:
+        return self.inputs[row], None if self.targets is None else self.targets[row]
+
+
+# Tables and the Hugging Face hub, by the library `datasets`
+
+
+@dataclass
+class TableRows:
+    """A `datasets.Dataset`, which is mapped from the disk."""
+
+    costly: ClassVar = True
+
+    table: Any
+    columns: Columns
+    name: str
+    identity: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, row: int) -> tuple[Any, Any]:
+        return to_row(self.table[row], self.table.features, self.columns, f"row {row} of {self.name}")
+
+
+@dataclass
+class StreamedRows:
+    """A `datasets.IterableDataset`, whose rows can only be read in order."""
+
+    costly: ClassVar = True
+
+    table: Any
+    columns: Columns
+    name: str
+    identity: dict[str, Any]
+    first: int = 0
+
+    def skip(self, rows: int) -> StreamedRows:
+        """The same without its first rows."""
+        return replace(self, table=self.table.skip(rows), first=self.first + rows)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for row, example in enumerate(self.table, self.first):
+            yield to_row(example, self.table.features or {}, self.columns, f"row {row} of {self.name}")
+
+
+Rows = ImageFolder | ArrayRows | TableRows | StreamedRows
+"""Rows (input, target or None) in a fixed order. `identity` tells them from other data; `costly` says whether a row is
+slow to read, so that several processes should read them."""
+
+
+def open_table(path: Path, inputs: Sequence[str], target: str | None) -> TableRows:
+    """Open a Parquet, CSV or JSON file, which `datasets` converts once and keeps in its cache."""
+    library = require("datasets", "hf", f"Reading {path.name}")
+    builder = {"parquet": library.Dataset.from_parquet, "csv": library.Dataset.from_csv}
+    with translated_errors(f"a table with at least one row in {path}", library):
+        table = builder.get(TABLES[path.suffix], library.Dataset.from_json)(str(path))
+    columns = choose_columns(table.column_names, inputs, target)
+    identity = {"kind": "table", "rows": len(table), "digest": file_digest(path), "columns": columns._asdict()}
+    return TableRows(undecoded(table, library), columns, path.name, identity)
+
+
+def open_hub(name: str, inputs: Sequence[str], target: str | None) -> TableRows | StreamedRows:
+    """Open `NAME`, `NAME:SPLIT` or `NAME:CONFIGURATION:SPLIT`, where NAME is on the hub or a local folder.
+
+    Data sets saved to disk are mapped; others are streamed, so that only what is read is downloaded. No code of a data
+    set is run.
+    """
+    library = require("datasets", "hf", "A Hugging Face data set")
+    path, *rest = name.split(":")
+    split = rest.pop() if rest else None
+    folder = Path(path)
+    with translated_errors(f"a data set on the Hugging Face hub or a folder of one at {path!r}", library):
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+            splits = library.load_from_disk(path)
+            digest = listing_digest(walk(folder))
+        else:
+            builder = library.load_dataset_builder(path, *rest)
+            splits = builder.as_streaming_dataset()
+            # The addresses of files on the hub contain the commit; local files are known by name and size.
+            files = [str(file) for part in (builder.config.data_files or {}).values() for file in part]
+            digest = listing_digest(walk(folder) if folder.is_dir() else ((file, 0) for file in files))
+    table = choose_split(splits, split, path)
+    columns = choose_columns(table.column_names or list(next(iter(table))), inputs, target)
+    identity = {"kind": "hf", "split": split, "digest": digest, "columns": columns._asdict()}
+    rows = TableRows if isinstance(table, library.Dataset) else StreamedRows
+    return rows(undecoded(table, library), columns, path, identity)
+
+
+@contextmanager
+def translated_errors(expected: str, library: Any) -> Iterator[None]:
+    """Raise what `datasets` cannot read as a `FileError`, and show none of its bars and messages."""
+    verbosity, bars = library.logging.get_verbosity(), library.utils.is_progress_bar_enabled()
+    library.logging.set_verbosity(library.logging.CRITICAL)
+    library.disable_progress_bars()
+    try:
+        yield
+    except (OSError, ValueError, library.exceptions.DatasetsError) as error:
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise FileError(f"Expected {expected}, found what cannot be read: {reason}") from error
+    finally:
+        library.logging.set_verbosity(verbosity)
+        if bars:
+            library.enable_progress_bars()
+
+
+def choose_split(splits: Any, split: str | None, path: str) -> Any:
+    """The split that was asked for, or the only one."""
+    if not isinstance(splits, dict):
+        if split is not None:
+            raise OptionError(f"Expected no split for {path!r}, which has none, got {split!r}.")
+        return splits
+    if split is None and len(splits) == 1:
+        return next(iter(splits.values()))
+    if split not in splits:
+        raise OptionError(f"Expected one of the splits {', '.join(splits)}, got {split}: write hf:{path}:SPLIT.")
+    return splits[split]
+
+
+def undecoded(table: Any, library: Any) -> Any:
+    """The table with images as they are stored: `read_image` decodes them and names the row if it cannot."""
+    for name, feature in (table.features or {}).items():
+        if isinstance(feature, library.Image):
+            table = table.cast_column(name, library.Image(decode=False))
+    return table
+
+
+def to_row(example: dict[str, Any], features: Any, columns: Columns, place: str) -> tuple[Any, Any]:
+    """The input and the target of a row of a table."""
+    values = [to_input(example[name], features.get(name), name, place) for name in columns.inputs]
+    if len(values) > 1:
+        if any(not isinstance(value, np.ndarray) or value.shape != (1,) for value in values):
+            raise DataError("Expected one number a row in each of several input columns, got lists, texts or images.")
+        values = [np.concatenate(values)]
+    name = columns.target
+    return values[0], None if name is None else to_numbers(example[name], features.get(name), name, place)
+
+
+def to_input(value: Any, feature: Any, name: str, place: str) -> Any:
+    """An image, a text, or an array of numbers."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        return read_image(value, place)
+    if isinstance(value, dict) and "bytes" in value:
+        path = value.get("path")
+        content = value["bytes"] if value["bytes"] is not None else path
+        if content is None:
+            raise DataError(f"Expected the bytes or the path of an image in {place}, found neither.")
+        return read_image(content, f"{place} ({path})" if path else place)
+    return np.atleast_1d(to_numbers(value, feature, name, place))
+
+
+def to_numbers(value: Any, feature: Any, name: str, place: str) -> np.ndarray[Any, Any]:
+    """A number or lists of numbers, in the type of the column."""
+    if value is None:
+        raise DataError(f"Expected a value in every row, found none in column {name!r} of {place}.")
+    while hasattr(feature, "feature"):  # lists say what is in them
+        feature = feature.feature
+    try:
+        array = np.asarray(value, getattr(feature, "dtype", None))
+    except ValueError as error:
+        raise DataError(
+            f"Expected lists of numbers of one length in column {name!r} of {place}, got others."
+        ) from error
+    except TypeError:
+        array = np.asarray(value)
+    if array.dtype.kind not in "fiub":
+        raise DataError(
+            f"Expected numbers in column {name!r} of {place}, got {array.dtype}. Classes are numbered from 0: turn "
+            "their names into numbers first."
+        )
+    return array
+
+
+# What tells files and folders from others
+
+
+def file_digest(*paths: Path) -> str:
+    """The SHA-256 of the bytes of one file, or of the digests of several."""
+    digests = []
+    for path in paths:
+        with path.open("rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def walk(folder: str | os.PathLike[str], prefix: str = "") -> Iterator[tuple[str, int]]:
+    """The relative names and sizes of the files in a folder and below it, in a fixed order, without hidden ones."""
+    with os.scandir(folder) as entries:
+        visible = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    for entry in visible:
+        name = f"{prefix}{entry.name}"
+        if entry.is_dir():
+            yield from walk(entry.path, f"{name}/")
+        else:
+            yield name, entry.stat().st_size
+
+
+def listing_digest(files: Iterable[tuple[str, int]]) -> str:
+    """A digest of names and sizes: quick, and enough to tell one collection of files from another."""
+    digest = hashlib.sha256()
+    for name, size in files:
+        digest.update(os.fsencode(f"{name}\0{size}\0"))
+    return digest.hexdigest()

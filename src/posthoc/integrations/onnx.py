@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from posthoc.errors import DataError, FileError, LayerError
-from posthoc.integrations.graphs import NamedOutputs
 from posthoc.optional import require
 
-__all__ = ["OnnxGraph", "load_onnx", "onnx_files"]
+__all__ = ["OnnxGraph", "onnx_files"]
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -29,18 +28,19 @@ DTYPES = {
 }
 
 
-def load_onnx(path: Path, layer: str | None, device: torch.device) -> NamedOutputs:
-    """A graph whose first output is taken, and whose output named `layer` is its features."""
-    return NamedOutputs(OnnxGraph(path, layer, device), layer)
-
-
 def onnx_files(path: Path) -> list[Path]:
-    """The file of the graph and those that large weights are kept in beside it."""
+    """The file of the graph, and the files beside it that large weights are stored in."""
     return sorted(file for file in path.parent.iterdir() if file.name.startswith(path.name) and file.is_file())
 
 
 class OnnxGraph:
-    """A session with tensors in and tensors out. A graph made for batches of one size is given batches of that size."""
+    """A function of tensors that ONNX Runtime computes.
+
+    Args:
+        path: The ONNX file. If it was exported for batches of one size, it is given batches of that size.
+        layer: The name of the output that is the features; the first output is the prediction.
+        device: Where the graph runs.
+    """
 
     def __init__(self, path: Path, layer: str | None, device: torch.device) -> None:
         runtime = require("onnxruntime", "onnx", "An ONNX predictor")
@@ -48,7 +48,7 @@ class OnnxGraph:
         providers = [name for name in (*wanted, "CPUExecutionProvider") if name in runtime.get_available_providers()]
         try:
             self.session = runtime.InferenceSession(str(path), providers=providers)
-        except Exception as error:  # ONNX Runtime's errors have no base of their own
+        except Exception as error:  # ONNX Runtime's errors have no common base
             reason = " ".join(str(error).split())
             raise FileError(
                 f"Expected an ONNX graph that can be run, found one in {path} that cannot: {reason}"
@@ -84,11 +84,11 @@ class OnnxGraph:
 
     def _run(self, feeds: Arrays, size: int) -> dict[str, Tensor]:
         short = size - len(next(iter(feeds.values())))
-        if short:  # its last row is repeated, and cut off again above
+        if short:  # repeat the last row; the caller cuts it off
             feeds = {name: np.concatenate([array, *[array[-1:]] * short]) for name, array in feeds.items()}
         try:
-            found = self.session.run(self.outputs, feeds)
+            arrays = self.session.run(self.outputs, feeds)
         except Exception as error:
             reason = " ".join(str(error).split())
             raise DataError(f"Expected inputs that the graph can be run on, got others: {reason}") from error
-        return {name: torch.from_numpy(array) for name, array in zip(self.outputs, found, strict=True)}
+        return {name: torch.from_numpy(array) for name, array in zip(self.outputs, arrays, strict=True)}

@@ -1,5 +1,7 @@
-"""Ray Data: the same collecting and predicting on every machine of a cluster, or on all cores of this one. Actors hold
-the predictor; what they make comes back in order, and one process writes it."""
+"""Ray Data: collect and predict on every machine of a cluster, or on all cores of this one.
+
+Actors hold the predictor or the head; their results come back in order, and one process writes them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,15 +22,15 @@ from posthoc.base import Method
 from posthoc.collect.outputs import Outputs, join
 from posthoc.collect.to_folder import Span, SpanReader, row_count, spans, write_to_folder
 from posthoc.errors import OptionError, PosthocError
-from posthoc.integrations.plan import Plan
+from posthoc.integrations.models import Plan
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive
 from posthoc.validation import integer
 
 __all__ = ["collect_with_ray", "predict_with_ray"]
 
-MOST_TASKS = 1000
-"""Spans are handed out in at most so many tasks."""
+MAX_TASKS = 1000
+"""Batches are handed out in at most this many tasks."""
 
 
 def collect_with_ray(
@@ -40,8 +42,10 @@ def collect_with_ray(
     force: bool = False,
     progress: bool | None = None,
 ) -> Outputs:
-    """As `collecting.collect_to_folder`, by so many actors (by default one a GPU of the cluster, or else one a
-    processor). Every machine must see the data under the same path."""
+    """Do what `collect_to_folder` does with actors: by default one a GPU, or one a processor without GPUs.
+
+    Every machine must see the data under the same path.
+    """
     integer("batch_size", batch_size, 1)
     if plan.device not in (None, "cpu", "cuda"):
         raise OptionError(f"Expected device cpu or cuda, since Ray hands out the GPUs, got {plan.device!r}.")
@@ -54,8 +58,8 @@ def collect_with_ray(
         )
 
     def parts(start: int) -> Generator[Outputs]:
-        make, wanted = partial(Collecting, plan.located()), list(spans(start, total, batch_size))
-        yield from in_order(make, wanted, actors, use_gpus=plan.device != "cpu")
+        make = partial(Collecting, plan.with_absolute_paths())
+        yield from in_order(make, list(spans(start, total, batch_size)), actors, use_gpus=plan.device != "cpu")
 
     return write_to_folder(parts, folder, identity=opened.identity, total=total, force=force, progress=progress)
 
@@ -70,10 +74,9 @@ def predict_with_ray(
     actors: int | None = None,
     covariance: bool = False,
 ) -> Iterator[Predictive]:
-    """The predictions of a saved head for outputs in a file or a folder, so many rows at a time, in order and on the
-    CPU. `columns` are those of a table, by what they hold.
+    """The predictions of a saved head for a file or folder of outputs, some `rows` at a time, on the CPU.
 
-    Every machine must see both paths; `load(path, device=...)` makes a method of the head.
+    Every machine must see both paths; `load(path, device=...)` reads the head, and `columns` are those of a table.
     """
     from posthoc.collect import open_outputs
 
@@ -84,13 +87,13 @@ def predict_with_ray(
 
 
 class Collecting:
-    """Runs the predictor over spans of the data."""
+    """Runs the predictor over a batch of the data."""
 
     def __init__(self, plan: Plan) -> None:
         opened = plan.open()
         self.reader = SpanReader(opened.data, opened.collate)
-        self.held = ExitStack()  # for as long as the actor lives
-        self.run = self.held.enter_context(opened.backbone.running(features=True, inputs=plan.inputs))
+        self.context = ExitStack()  # open for as long as the actor lives
+        self.run = self.context.enter_context(opened.backbone.running(features=True, inputs=plan.inputs))
 
     def __call__(self, span: Span) -> Outputs | PosthocError:
         batch = self.reader[span]
@@ -98,7 +101,7 @@ class Collecting:
 
 
 class Predicting:
-    """Predicts for spans of the outputs."""
+    """Predicts for some rows of the outputs."""
 
     def __init__(
         self,
@@ -117,9 +120,15 @@ class Predicting:
         return self.method.predict(self.outputs[slice(*span)], covariance=self.covariance).cpu()
 
 
+class Result(NamedTuple):
+    """What an actor returns for a span; Ray would turn it into an array if it were not wrapped."""
+
+    value: Any
+
+
 class Actor:
-    """What Ray Data calls: one span in, what was made of it out. An error of ours is returned, not raised, for Ray to
-    leave it as it is. Imports are looked for where the driver looks."""
+    """The class that Ray Data calls with a span. It returns errors of ours, since Ray changes those that are raised,
+    and searches imports where the driver does."""
 
     def __init__(self, make: Callable[[], Callable[[Span], Any]], path: list[str]) -> None:
         sys.path += [folder for folder in path if folder not in sys.path]
@@ -129,45 +138,46 @@ class Actor:
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         try:
             self.work = self.work or self.make()
-            made = self.work((int(batch["start"][0]), int(batch["stop"][0])))
+            result = self.work((int(batch["start"][0]), int(batch["stop"][0])))
         except PosthocError as error:
-            made = error
+            result = error
         column = np.empty(1, dtype=object)
-        column[0] = made
-        return {"made": column}
+        column[0] = Result(result)
+        return {"result": column}
 
 
 def in_order(
     make: Callable[[], Callable[[Span], Any]], wanted: Sequence[Span], actors: int | None, *, use_gpus: bool = True
 ) -> Generator[Any]:
-    """What actors make of spans, in the order of the spans."""
+    """The actors' results for some spans, in the order of the spans."""
     ray = require("ray", "ray", "--engine ray")
     data = require("ray.data", "ray", "--engine ray")
     if not wanted:
         return
     with cluster(ray):
-        gpus = int(ray.cluster_resources().get("GPU", 0)) if use_gpus else 0
-        most = integer("actors", actors, 1) if actors else gpus or int(ray.cluster_resources()["CPU"])
+        resources = ray.cluster_resources()
+        gpus = int(resources.get("GPU", 0)) if use_gpus else 0
+        size = integer("actors", actors, 1) if actors else gpus or int(resources["CPU"])
         rows = [{"start": start, "stop": stop} for start, stop in wanted]
-        work = data.from_items(rows, override_num_blocks=min(len(rows), MOST_TASKS)).map_batches(
+        work = data.from_items(rows, override_num_blocks=min(len(rows), MAX_TASKS)).map_batches(
             Actor,
-            fn_constructor_args=(make, sys.path),
+            fn_constructor_args=(make, [os.getcwd(), *sys.path]),
             batch_size=1,
-            compute=data.ActorPoolStrategy(size=min(most, len(rows))),
+            compute=data.ActorPoolStrategy(size=min(size, len(rows))),
             num_gpus=1 if gpus else 0,
         )
         work.context.execution_options.preserve_order = True
         work.context.enable_progress_bars = False
         for block in work.iter_batches(batch_size=None):
-            for made in block["made"]:
-                if isinstance(made, PosthocError):
-                    raise made
-                yield made
+            for result in block["result"]:
+                if isinstance(result.value, PosthocError):
+                    raise result.value
+                yield result.value
 
 
 @contextmanager
 def cluster(ray: Any) -> Iterator[None]:
-    """Connects to the cluster there is, or to a local one for as long as it is needed."""
+    """Connect to the cluster there is, or to a local one for as long as it is needed."""
     if ray.is_initialized():
         yield
         return

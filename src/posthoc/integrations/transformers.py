@@ -1,5 +1,7 @@
-"""Hugging Face's classifiers of images and of text, with their own processors. No code from a repository is run, and
-only safetensors weights are read."""
+"""Hugging Face's classifiers of images and of text, with their own processors.
+
+No code from a repository is run, and only safetensors weights are read.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,17 @@ from torch import nn
 
 from posthoc.errors import FileError, OptionError, PosthocError
 from posthoc.integrations.transforms import Transform, require_kind
-from posthoc.integrations.weights import load_weights, read_weights, weights_file
+from posthoc.integrations.weights import load_weights, weights_file
 from posthoc.optional import require
 
-__all__ = ["load_transformers"]
+__all__ = ["ImageProcessor", "load_transformers", "quiet", "require_all_loaded"]
 
 IMAGES, TEXTS = "ImageClassification", "SequenceClassification"
 """The tasks, as in the names of transformers' classes."""
 
 
 def load_transformers(name: str, weights: str | None) -> tuple[nn.Module, Transform]:
-    """A model by its name on the hub or its local folder; `weights` is a revision (branch, tag or commit) or a
-    file."""
+    """A model by its name on the hub or its local folder; `weights` is a revision or a file."""
     transformers = require("transformers", "hf", "A Hugging Face predictor")
     path = weights_file(weights)
     source: dict[str, Any] = {"trust_remote_code": False}
@@ -39,7 +40,7 @@ def load_transformers(name: str, weights: str | None) -> tuple[nn.Module, Transf
             family = getattr(transformers, f"AutoModelFor{task}")
             if path is not None:
                 model = family.from_config(config, trust_remote_code=False)
-                load_weights(model, read_weights(path), path)
+                load_weights(model, path)
             else:
                 model, loaded = family.from_pretrained(name, use_safetensors=True, output_loading_info=True, **source)
                 require_all_loaded(name, loaded["missing_keys"])
@@ -58,7 +59,7 @@ def load_transformers(name: str, weights: str | None) -> tuple[nn.Module, Transf
 
 @contextmanager
 def quiet(logging: Any) -> Iterator[None]:
-    """No bars of downloads and of loading where no terminal shows them."""
+    """Hide the bars of downloads where there is no terminal."""
     if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
         yield
         return
@@ -70,7 +71,7 @@ def quiet(logging: Any) -> Iterator[None]:
 
 
 def task_of(config: Any, name: str) -> str:
-    """What the model was made for."""
+    """The task that the model was trained for."""
     for task in (IMAGES, TEXTS):
         if any(architecture.endswith(f"For{task}") for architecture in config.architectures or ()):
             return task
@@ -81,7 +82,7 @@ def task_of(config: Any, name: str) -> str:
 
 
 def require_all_loaded(name: str, missing: Any) -> None:
-    """Refuses a network of which a part, often the classifier, would be random."""
+    """Refuse a network of which a part, often the classifier, would be random."""
     if missing:
         raise FileError(
             f"Expected all weights of {name!r} in its files, found none for {', '.join(sorted(missing)[:5])}: it was "
@@ -91,13 +92,13 @@ def require_all_loaded(name: str, missing: Any) -> None:
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """A Hugging Face image processor."""
+    """A Hugging Face image processor as a `Transform`."""
 
     processor: Any
 
     @property
     def description(self) -> str:
-        return f"{type(self.processor).__name__} {digest(self.processor.to_json_string())}"
+        return f"{type(self.processor).__name__} {text_digest(self.processor.to_json_string())}"
 
     def __call__(self, inputs: list[Any]) -> Any:
         require_kind(inputs, "an image")
@@ -106,10 +107,17 @@ class ImageProcessor:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A Hugging Face tokenizer: texts that are too long are cut, short ones padded to the longest of the batch."""
+    """A Hugging Face tokenizer as a `Transform`.
+
+    Texts that are too long are cut, short ones are padded to the longest of the batch.
+
+    Args:
+        tokenizer: The tokenizer, with a padding token.
+        positions: How many positions the network has, if it says so.
+    """
 
     tokenizer: Any
-    positions: int | None  # that the network has
+    positions: int | None
 
     def __post_init__(self) -> None:
         if self.tokenizer.pad_token is None:
@@ -121,20 +129,21 @@ class Tokens:
     @property
     def description(self) -> str:
         vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
-        return f"{type(self.tokenizer).__name__} {digest(vocabulary)}, at most {self._most()} tokens"
+        return f"{type(self.tokenizer).__name__} {text_digest(vocabulary)}, at most {self._limit()} tokens"
 
     def __call__(self, inputs: list[Any]) -> Any:
         require_kind(inputs, "text")
-        most = self._most()
-        tokens = self.tokenizer(inputs, padding=True, truncation=most is not None, max_length=most, return_tensors="pt")
-        return dict(tokens)
+        limit = self._limit()
+        return dict(
+            self.tokenizer(inputs, padding=True, truncation=limit is not None, max_length=limit, return_tensors="pt")
+        )
 
-    def _most(self) -> int | None:
-        # RoBERTa's positions begin after the padding token's, so that its tokenizer's own limit is the smaller one;
-        # a tokenizer without a limit says so with a number beyond all lengths.
+    def _limit(self) -> int | None:
+        # RoBERTa's positions begin after the padding token's, so its tokenizer's own limit is the smaller one;
+        # a tokenizer without a limit has a very large number as limit.
         limits = [limit for limit in (self.tokenizer.model_max_length, self.positions) if limit and limit < 10**9]
         return min(limits, default=None)
 
 
-def digest(text: str) -> str:
+def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]

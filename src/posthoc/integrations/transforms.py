@@ -1,4 +1,4 @@
-"""From rows of data to what a predictor is called with. An input is an image (Pillow's), numbers (an array) or text."""
+"""Batches for a predictor, made of rows of data. An input is an image (Pillow's), numbers (an array) or text."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from torch.utils.data import default_collate
 from posthoc.collect.arrays import as_tensor
 from posthoc.errors import DataError
 
-__all__ = ["Collate", "Each", "Plain", "Transform", "kind_of"]
+__all__ = ["Collate", "Each", "Plain", "Transform", "kind_of", "require_kind"]
 
 
 class Transform(Protocol):
-    """Makes a batch of some inputs."""
+    """Makes a batch of a list of inputs."""
 
     @property
     def description(self) -> str:
-        """Words that tell it from other transforms."""
+        """A text that differs between transforms; it is stored with the outputs."""
 
     def __call__(self, inputs: list[Any]) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Collate:
-    """Makes what `Backbone` runs on of some rows (input, target), where a target may be None. Real numbers become the
-    network's dtype, if it has one."""
+    """Makes a batch of rows (input, target), where the target may be None.
+
+    Args:
+        transform: Makes a batch of the inputs.
+        dtype: What real numbers are converted to; None leaves them as they are.
+    """
 
     transform: Transform
     dtype: torch.dtype | None = None
@@ -42,15 +46,15 @@ class Collate:
     def _cast(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
             return {name: self._cast(value) for name, value in batch.items()}
-        # Tensors, since they go from one process to another in shared memory, which arrays do not.
+        # Tensors are passed between processes in shared memory, arrays are not.
         tensor = as_tensor(batch) if isinstance(batch, np.ndarray) else batch
-        real = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
-        return tensor.to(self.dtype) if real and self.dtype is not None else tensor
+        is_real = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+        return tensor.to(self.dtype) if is_real and self.dtype is not None else tensor
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Numbers as they are; images as numbers in [0, 1], channels first."""
+    """Leaves numbers as they are, and turns images into numbers in [0, 1], channels first."""
 
     description: str = "none"
 
@@ -66,11 +70,17 @@ class Plain:
 
 @dataclass(frozen=True)
 class Each:
-    """A function of one input, such as torchvision's transforms, and its results as a batch."""
+    """Applies a function, such as a torchvision transform, to each input and stacks the results.
+
+    Args:
+        function: Makes a tensor of one input.
+        description: See `Transform`.
+        takes: The only kind of input that the function accepts, as `kind_of` names it; None for any.
+    """
 
     function: Callable[[Any], Any]
     description: str
-    takes: str | None = None  # the one kind of input it is for
+    takes: str | None = None
 
     def __call__(self, inputs: list[Any]) -> Any:
         require_kind(inputs, self.takes)
@@ -78,7 +88,7 @@ class Each:
 
 
 def require_kind(inputs: list[Any], kind: str | None) -> None:
-    """Refuses inputs that the predictor is not for."""
+    """Raise a `DataError` unless the inputs are of this kind."""
     if kind is not None and (found := kind_of(inputs[0])) != kind:
         raise DataError(
             f"Expected {kind} a row for this predictor, got {found}: name another column with --input-column, or a "
@@ -87,7 +97,7 @@ def require_kind(inputs: list[Any], kind: str | None) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """What an input is, in words."""
+    """The kind of an input, in words."""
     return "text" if isinstance(value, str) else "numbers" if isinstance(value, np.ndarray) else "an image"
 
 

@@ -1,4 +1,4 @@
-"""Files of weights, read without running what is in them, and put into networks that fit them."""
+"""Files of weights, read without running code, and loaded into the networks that they fit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from posthoc.errors import FileError
 __all__ = ["load_weights", "only_tensors", "read_weights", "sized_for", "weights_file"]
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+"""A name with one of these suffixes is a file, not published weights."""
+
 WRAPPERS = ("state_dict", "model_state_dict", "model")
-"""The names under which training scripts keep the weights beside other things."""
+"""The names under which training scripts store the weights beside other things."""
 
 
 def weights_file(weights: str | None) -> Path | None:
@@ -35,14 +37,14 @@ def weights_file(weights: str | None) -> Path | None:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors in a safetensors file, or in one that `torch.save` wrote, by name."""
+    """The tensors by name in a safetensors file, or in one that `torch.save` wrote."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise FileError(
             f"Expected tensors by name in {path}, found what is not, or not only, that. Save model.state_dict() alone, "
@@ -50,15 +52,16 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             "code."
         ) from error
     for wrapper in WRAPPERS:
-        if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
-            found = found[wrapper]
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise FileError(f"Expected tensors by name in {path}, found {type(found).__name__}: save model.state_dict().")
-    return {name.removeprefix("module."): tensor for name, tensor in found.items()}  # as DataParallel saves them
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            content = content[wrapper]
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise FileError(f"Expected tensors by name in {path}, found {type(content).__name__}: save model.state_dict().")
+    return {name.removeprefix("module."): tensor for name, tensor in content.items()}  # DataParallel adds the prefix
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Puts all weights into the network, which must take exactly those."""
+def load_weights(model: nn.Module, path: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Load all weights of a file (already read, if given) into a network, which must have exactly those."""
+    weights = read_weights(path) if weights is None else weights
     own = model.state_dict()
     wrong = [
         *(f"{name} missing" for name in own if name not in weights),
@@ -75,31 +78,22 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
     model.load_state_dict(weights)
 
 
-def sized_for(build: Callable[..., nn.Module], weights: Mapping[str, Tensor]) -> nn.Module:
-    """A network with as many classes as the last linear layer has in the weights."""
+def sized_for(path: Path, build: Callable[..., nn.Module]) -> nn.Module:
+    """A network with the weights of a file, and with as many classes as its last linear layer has there."""
+    weights = read_weights(path)
     model = build()
     last = Backbone(model, None, None).layer
-    if last is None or f"{last}.weight" not in weights:
-        return model
-    classes = len(weights[f"{last}.weight"])
-    return model if classes == len(model.get_submodule(last).weight) else build(num_classes=classes)  # type: ignore[arg-type]
+    if last is not None and f"{last}.weight" in weights:
+        classes = len(weights[f"{last}.weight"])
+        if classes != model.get_submodule(last).out_features:
+            model = build(num_classes=classes)
+    load_weights(model, path, weights)
+    return model
 
 
 @contextmanager
 def only_tensors() -> Iterator[None]:
-    """Inside, whatever is loaded by `torch.load`, also by other libraries, is loaded with `weights_only=True`."""
-    wanted: dict[str, Any] = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
-    before = {name: os.environ.get(name) for name in wanted}
-    try:
-        set_environment(wanted)
+    """Inside, every `torch.load`, also in other libraries, runs with `weights_only=True`."""
+    with patch.dict(os.environ, {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}):
+        os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
         yield
-    finally:
-        set_environment(before)
-
-
-def set_environment(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

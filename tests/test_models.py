@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from posthoc import DataError, FileError, LayerError, MissingExtraError, OptionError, Outputs
+from posthoc import DataError, FileError, LayerError, MissingExtraError, OptionError, Outputs, PosthocWarning
 from posthoc.collect.fingerprint import fingerprint
-from posthoc.integrations.predictors import open_predictor
+from posthoc.integrations.models import open_predictor
 from tests.collecting_cases import NET, TinyNet, assert_close, expected, images, outputs, raw
 
 ROWS = 5
@@ -51,11 +51,11 @@ def test_a_module_in_the_current_folder(package):
         "def returns_a_number(): return 3\n"
     )
     for name in ("make", "ready"):
-        found = outputs(open_predictor(f"own_nets.small:{name}", trust_code=True), images(ROWS))
+        found = outputs(open_predictor(f"own_nets.small:{name}", weights="none", trust_code=True), images(ROWS))
         assert_close(found, expected(raw(ROWS)), "outputs", "features")
     for name in ("number", "returns_a_number"):
         with pytest.raises(OptionError, match="got int"):
-            open_predictor(f"own_nets.small:{name}", trust_code=True)
+            open_predictor(f"own_nets.small:{name}", weights="none", trust_code=True)
     with pytest.raises(OptionError, match="It has: TinyNet, make, ready"):
         open_predictor("own_nets.small:absent", trust_code=True)
     with pytest.raises(OptionError, match="cannot be imported"):
@@ -84,6 +84,19 @@ def test_a_transform_is_not_run_unless_it_is_trusted(package, fake_torchvision):
         open_predictor("torchvision:tiny", transform="resize")
 
 
+def test_the_path_of_imports_stays_and_is_the_current_folder_while_a_function_builds_its_network(package):
+    (package / "own_helper.py").write_text("from tests.collecting_cases import TinyNet\n")
+    (package / "own_nets.py").write_text("def make():\n    from own_helper import TinyNet\n    return TinyNet()\n")
+    before = list(sys.path)
+    open_predictor("own_nets:make", weights="none", trust_code=True)
+    assert sys.path == before
+
+
+def test_a_network_without_weights_is_told_to_be_random():
+    with pytest.warns(PosthocWarning, match=r"those of a random network unless .* --weights FILE, or --weights none"):
+        open_predictor(NET, trust_code=True)
+
+
 def test_any_callable_has_outputs_but_no_layers():
     predictor = open_predictor("tests.collecting_cases:mean_of_pixels", trust_code=True)
     wanted = raw(ROWS).flatten(1).mean(1, keepdim=True)
@@ -95,12 +108,13 @@ def test_any_callable_has_outputs_but_no_layers():
 
 def test_the_identity_tells_weights_layers_and_transforms_apart():
     net, other = (
-        open_predictor(f"tests.collecting_cases:{name}", trust_code=True) for name in ("tiny_net", "other_net")
+        open_predictor(f"tests.collecting_cases:{name}", weights="none", trust_code=True)
+        for name in ("tiny_net", "other_net")
     )
     assert net.identity["network"] == fingerprint(TinyNet())
     assert other.identity["network"] != net.identity["network"]
-    assert open_predictor(NET, trust_code=True, layer="conv").identity["layer"] == "conv"
-    own = open_predictor(NET, trust_code=True, transform="tests.collecting_cases:centred")
+    assert open_predictor(NET, weights="none", trust_code=True, layer="conv").identity["layer"] == "conv"
+    own = open_predictor(NET, weights="none", trust_code=True, transform="tests.collecting_cases:centred")
     assert own.identity["transform"] == "tests.collecting_cases:centred"
 
 
@@ -111,13 +125,13 @@ def test_what_names_no_predictor_is_refused(tmp_path):
     with pytest.raises(FileError, match="found none at"):
         open_predictor(str(tmp_path / "absent.onnx"))
     with pytest.raises(OptionError, match="device"):
-        open_predictor(NET, trust_code=True, device="abacus")
+        open_predictor(NET, weights="none", trust_code=True, device="abacus")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(OptionError, match="PyTorch sees no GPU"):
-        open_predictor(NET, trust_code=True, device="cuda")
+        open_predictor(NET, weights="none", trust_code=True, device="cuda")
 
 
 # Files of weights

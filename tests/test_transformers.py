@@ -14,9 +14,8 @@ from torch import nn
 from posthoc import DataError, FileError, OptionError, Outputs
 from posthoc.collect.network import Backbone
 from posthoc.collect.to_folder import collect_to_folder
-from posthoc.integrations.datasets import open_data
-from posthoc.integrations.hub import StreamedRows
-from posthoc.integrations.predictors import open_predictor
+from posthoc.integrations.datasets import StreamedRows, open_data
+from posthoc.integrations.models import open_predictor
 from posthoc.integrations.transforms import Collate, Plain
 from tests.collecting_cases import SIDE, TinyNet, assert_close, expected, images, outputs, raw, write_parquet
 
@@ -155,7 +154,7 @@ def test_rows_of_a_stream_have_numbers(tmp_path):
     write_parquet(tmp_path / "train.parquet", {"x": [1.0] * 9 + [None]})
     data = open_data(f"hf:{tmp_path}")
     assert isinstance(data, StreamedRows)
-    with pytest.raises(DataError, match="in row 9 of column 'x'"):
+    with pytest.raises(DataError, match="in column 'x' of row 9"):
         list(data.skip(6))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ from posthoc.integrations.transforms import Collate, Plain
 from tests.collecting_cases import TinyNet, assert_close, expected, image_folder, images, png, raw, write_parquet
 
 ROWS = 11
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """The folder where the library `datasets` keeps the tables it has converted."""
+    if find_spec("datasets"):
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
 def collected(data: Rows, folder: Path, **options: Any) -> Any:
@@ -170,13 +178,14 @@ def test_parquet_of_numbers_and_text(tmp_path):
     np.testing.assert_array_equal(read("a", target="several")[1], columns["several"])
 
 
-def test_parquet_is_read_from_anywhere(tmp_path):
-    numbers = np.arange(1000.0)
-    data = open_data(str(write_parquet(tmp_path / "d.parquet", {"x": numbers, "y": numbers}, 150)))
-    for start, stop in [(0, 10), (10, 300), (290, 310), (0, 1), (999, 1000), (500, 640), (640, 641), (149, 151)]:
-        rows = data.__getitems__(list(range(start, stop)))
-        np.testing.assert_array_equal([float(x[0]) for x, _ in rows], numbers[start:stop])
-        np.testing.assert_array_equal([y for _, y in rows], numbers[start:stop])
+def test_csv_and_json(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "d.csv").write_text("text,label\ngood,1\nbad,0\n")
+    (tmp_path / "d.jsonl").write_text('{"x": [1.0, 2.0], "y": 3}\n{"x": [4.0, 5.0], "y": 6}\n')
+    data = open_data(str(tmp_path / "d.csv"))
+    assert [data[row] for row in range(2)] == [("good", 1), ("bad", 0)]
+    data = open_data(str(tmp_path / "d.jsonl"))
+    assert [(x.tolist(), int(y)) for x, y in (data[row] for row in range(2))] == [([1.0, 2.0], 3), ([4.0, 5.0], 6)]
 
 
 def test_parquet_identity_is_the_bytes_and_the_columns(tmp_path):
@@ -202,12 +211,12 @@ def test_columns_that_cannot_be_used_are_refused(tmp_path):
         open_data(path)
     with pytest.raises(OptionError, match="The columns are: first, second, third"):
         open_data(path, input_columns=["zeroth"])
-    with pytest.raises(DataError, match=r"found none in row 1 of column 'first' of d\.parquet"):
+    with pytest.raises(DataError, match=r"found none in column 'first' of row 1 of d\.parquet"):
         open_data(path, input_columns=["first"])[1]
-    with pytest.raises(DataError, match="Expected numbers in column 'third', got string"):
+    with pytest.raises(DataError, match="Expected numbers in column 'third' of row 0"):
         open_data(path, input_columns=["second"], target_column="third")[0]
     with pytest.raises(DataError, match="one number a row in each of several"):
-        open_data(path, input_columns=["second", "second"])[0]
+        open_data(path, input_columns=["second", "second"])[1]
     with pytest.raises(DataError, match="of one length in column 'fourth'"):
         open_data(path, input_columns=["fourth"])[1]
     with pytest.raises(DataError, match="inputs of one shape"):
@@ -215,9 +224,9 @@ def test_columns_that_cannot_be_used_are_refused(tmp_path):
     with pytest.raises(DataError, match="got text, which must be made into numbers"):
         collected(open_data(path, input_columns=["third"]), tmp_path / "o2")
     (tmp_path / "text.parquet").write_text("no")
-    with pytest.raises(FileError, match="Expected a Parquet file"):
+    with pytest.raises(FileError, match=r"Expected a table with at least one row in .*text\.parquet"):
         open_data(str(tmp_path / "text.parquet"))
-    with pytest.raises(DataError, match="at least one row"):
+    with pytest.raises(FileError, match="at least one row"):
         open_data(str(write_parquet(tmp_path / "empty.parquet", {"x": np.zeros(0)})))
 
 
@@ -245,24 +254,13 @@ def test_npz(tmp_path, save, workers):
     assert_close(found, expected(torch.from_numpy(x), torch.arange(ROWS) % 3), "outputs", "features", "targets")
 
 
-def test_npz_is_read_from_anywhere_and_never_whole(tmp_path, monkeypatch):
-    x = np.arange(3000.0).reshape(1000, 3)
-    np.savez_compressed(tmp_path / "d.npz", x=x, y=x[:, 0])
-    monkeypatch.setattr(np, "load", lambda *args, **kwargs: pytest.fail("the file was loaded"))
-    data = open_data(str(tmp_path / "d.npz"))
-    for start, stop in [(0, 10), (10, 300), (290, 310), (0, 1), (999, 1000)]:
-        rows = data.__getitems__(list(range(start, stop)))
-        np.testing.assert_array_equal([value for value, _ in rows], x[start:stop])
-        np.testing.assert_array_equal([value for _, value in rows], x[start:stop, 0])
-
-
 def test_npz_that_cannot_be_used_is_refused(tmp_path):
     path = tmp_path / "d.npz"
     for arrays, options, error, message in [
         ({"x": np.zeros(3), "y": np.zeros(2)}, {}, DataError, "as many targets as inputs"),
-        ({"x": np.array([{}])}, {}, DataError, "got object"),
-        ({"x": np.asfortranarray(np.ones((3, 2)))}, {}, DataError, "Fortran"),
-        ({"x": np.array(3.0)}, {}, DataError, "one row a point"),
+        ({"x": np.array([{}])}, {}, FileError, "Object arrays cannot be loaded"),
+        ({"x": np.array(["a"])}, {}, DataError, "got <U1"),
+        ({"x": np.array(3.0)}, {}, DataError, "at least one row"),
         ({"x": np.zeros((0, 2))}, {}, DataError, "at least one row"),
         ({"a": np.zeros(3), "b": np.zeros(3)}, {}, OptionError, "Which column"),
         ({"a": np.zeros(3), "b": np.zeros(3)}, {"input_columns": ["a", "b"]}, DataError, "one array of inputs"),
@@ -270,20 +268,18 @@ def test_npz_that_cannot_be_used_is_refused(tmp_path):
         np.savez(path, **arrays)
         with pytest.raises(error, match=message):
             open_data(str(path), **options)
-    path.write_text("no")
-    with pytest.raises(FileError, match=r"Expected an \.npz file"):
-        open_data(str(path))
     np.savez(path, x=np.arange(10_000.0))
     content = bytearray(path.read_bytes())
     content[5000] ^= 255
-    path.write_bytes(content)
-    with pytest.raises(FileError, match="damaged"):
-        open_data(str(path)).__getitems__(list(range(10_000)))
+    for broken in (b"no", bytes(content), bytes(content[:900])):
+        path.write_bytes(broken)
+        with pytest.raises(FileError, match="found what cannot be read"):
+            open_data(str(path))
 
 
 @pytest.mark.parametrize(
     ("name", "library", "extra"),
-    [("images", "PIL", "images"), ("d.parquet", "pyarrow", "tables"), ("hf:some/data:train", "datasets", "hf")],
+    [("images", "PIL", "images"), ("d.parquet", "datasets", "hf"), ("hf:some/data:train", "datasets", "hf")],
 )
 def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch, name, library, extra):
     image_folder(tmp_path / "images", 3)

@@ -10,7 +10,7 @@ import torch
 
 from posthoc import FMGP, DataError, FileError, OptionError, Outputs
 from posthoc.collect.to_folder import collect_to_folder
-from posthoc.integrations.plan import Plan
+from posthoc.integrations.models import Plan
 from tests.cases import QUICK, answers, same
 from tests.collecting_cases import NET, assert_close, contents, expected, raw, write_parquet
 
@@ -22,7 +22,7 @@ def test_a_cluster_collects_and_predicts_as_one_process_does(tmp_path, monkeypat
     from posthoc.integrations.ray import cluster, collect_with_ray, predict_with_ray, require
 
     np.savez(tmp_path / "d.npz", inputs=raw(ROWS).numpy(), targets=np.arange(ROWS) % 3)
-    plan = Plan(NET, str(tmp_path / "d.npz"), inputs=True, trust_code=True)
+    plan = Plan(NET, str(tmp_path / "d.npz"), inputs=True, weights="none", trust_code=True)
     opened = plan.open()
     local = collect_to_folder(
         opened.backbone,
@@ -38,7 +38,7 @@ def test_a_cluster_collects_and_predicts_as_one_process_does(tmp_path, monkeypat
 
     with cluster(require("ray", "ray", "")):
         monkeypatch.chdir(tmp_path)  # the actors stay where they are
-        relative = Plan(NET, "d.npz", inputs=True, trust_code=True)
+        relative = Plan(NET, "d.npz", inputs=True, weights="none", trust_code=True)
         found = collect_with_ray(relative, tmp_path / "ray", batch_size=4, actors=2)
         assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3), "outputs", "targets", "features", "inputs")
         assert contents(tmp_path / "ray") == contents(tmp_path / "local")
@@ -71,12 +71,12 @@ def test_an_actor_returns_errors_as_they_are(tmp_path):
     x = raw(ROWS).numpy()
     x[9] = np.nan
     np.savez(tmp_path / "d.npz", inputs=x)
-    actor = Actor(partial(Collecting, Plan(NET, str(tmp_path / "d.npz"), trust_code=True)), [])
-    (made,) = actor({"start": np.array([4]), "stop": np.array([8])})["made"]
+    actor = Actor(partial(Collecting, Plan(NET, str(tmp_path / "d.npz"), weights="none", trust_code=True)), [])
+    made = actor({"start": np.array([4]), "stop": np.array([8])})["result"][0].value
     assert_close(made, expected(raw(8)[4:]), "outputs", "features")
-    (made,) = actor({"start": np.array([8]), "stop": np.array([12])})["made"]
+    made = actor({"start": np.array([8]), "stop": np.array([12])})["result"][0].value
     assert isinstance(made, DataError)
-    (made,) = Actor(partial(Collecting, Plan(NET, "absent.npz")), [])({"start": [0], "stop": [4]})["made"]
+    made = Actor(partial(Collecting, Plan(NET, "absent.npz")), [])({"start": [0], "stop": [4]})["result"][0].value
     assert isinstance(made, FileError)
 
 
@@ -89,6 +89,6 @@ def test_a_stream_and_a_chosen_gpu_are_refused(tmp_path):
     (tmp_path / "files").mkdir()
     write_parquet(tmp_path / "files" / "train.parquet", {"x": np.ones(3)})
     with pytest.raises(OptionError, match="got a stream"):
-        collect_with_ray(Plan(NET, f"hf:{tmp_path / 'files'}", trust_code=True), tmp_path / "o")
+        collect_with_ray(Plan(NET, f"hf:{tmp_path / 'files'}", weights="none", trust_code=True), tmp_path / "o")
     with pytest.raises(OptionError, match="Ray hands out the GPUs"):
-        collect_with_ray(Plan(NET, "d.npz", device="cuda:1", trust_code=True), tmp_path / "o")
+        collect_with_ray(Plan(NET, "d.npz", device="cuda:1", weights="none", trust_code=True), tmp_path / "o")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posthoc import DataError, FileError, LayerError, OptionError
-from posthoc.integrations.predictors import open_predictor
+from posthoc.integrations.models import open_predictor
 from tests.collecting_cases import Pair, TinyNet, WithFeatures, assert_close, expected, images, outputs, raw
 
 ROWS = 5
