@@ -23,7 +23,7 @@ from posthoc.fmgp.selection import SCALED, Plan
 from posthoc.kernels.base import Constant, Kernel
 from posthoc.likelihoods.base import Categorical, Likelihood
 from posthoc.likelihoods.temperature import best_inverse
-from posthoc.training import History, Ranks, Source, Training, few_threads, train
+from posthoc.training import History, Ranks, Source, Training, single_thread, train
 
 __all__ = ["SMALL", "TYPICAL", "Maker"]
 
@@ -87,7 +87,7 @@ class Maker:
             else:  # closed whatever happens: suspended batches would keep the network in eval mode
                 source = FreshBatches(stack.enter_context(closing(self.fresh(view, likelihood))))
             small = is_small(len(process.l_raw), training.batch_size, process.num_outputs)
-            stack.enter_context(few_threads(self.fresh is None and small))
+            stack.enter_context(single_thread(self.fresh is None and small))
             history = train(
                 Objective(process, likelihood, self.alpha, job.num_data, copies, plan.prior, draws),
                 head.parameters(),

@@ -22,7 +22,7 @@ from posthoc.likelihoods.base import Gaussian, Likelihood
 from posthoc.predictive.base import Predictive, RegressionPredictive
 from posthoc.predictive.latent import Latent
 from posthoc.predictive.residual_mixture import NORMAL, Law
-from posthoc.training import Ranks, side_by_side
+from posthoc.training import Ranks, run_parallel
 
 __all__ = ["LearntResiduals", "with_law"]
 
@@ -120,7 +120,7 @@ def with_law(job: Job, train: Callable[[Job], T], head_of: Callable[[T], Head], 
     tasks: list[Callable[[], Any]] = [partial(train, job)]
     if len(job.train) < ENOUGH:
         tasks += [partial(lambda part, rows: standardised(head_of(train(part)), rows), *fold) for fold in folds(job)]
-    made, *unseen = side_by_side(tasks, beside)
+    made, *unseen = run_parallel(tasks, beside)
     head = head_of(made)
     z = torch.cat(unseen) if unseen else standardised(head, job.train.spread(MOST))
     cast(LearntResiduals, head.likelihood).settle(z)

@@ -19,7 +19,7 @@ from posthoc.base import Job
 from posthoc.collect.outputs import Outputs
 from posthoc.likelihoods.recalibration import NONE, Recalibration
 from posthoc.predictive.calibration_error import expected_calibration_error
-from posthoc.training import Training, side_by_side
+from posthoc.training import Training, run_parallel
 
 __all__ = [
     "CALM",
@@ -139,7 +139,7 @@ def choose(
     for group in grouped(trials(job), beside):
         plans = list(records)
         tasks = [partial(attempt, trial, plan, unseen) for trial, unseen in group for plan in plans]
-        found = iter(side_by_side(tasks, beside))
+        found = iter(run_parallel(tasks, beside))
         for _, unseen in group:
             for plan, said in zip(plans, found, strict=False):
                 if plan in records:
