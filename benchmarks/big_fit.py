@@ -95,15 +95,15 @@ def default_fit(path: str, device_name: str, options: dict[str, Any]) -> dict[st
     before = high_water(device, reset=True)
     with half_is_meant():
         begin = time.perf_counter()
-        with mock.patch("posthoc.fmgp.making.train", timed_train):
+        with mock.patch("posthoc.fmgp.build.train", timed_train):
             method = FMGP(None, "classification", device=device, progress=False, **options).fit(path)
         seconds, peak = time.perf_counter() - begin, high_water(device)
         again = capture(FMGP(None, "classification", device=device, progress=False, **options), path)
     return {
-        "steps": method.training.steps,
+        "steps": len(method.history.losses),
         "seconds": seconds,
         "seconds_of_training": spent,
-        "steps_per_second": method.training.steps / spent,
+        "steps_per_second": len(method.history.losses) / spent,
         "peak_memory_mib": mib(peak),
         "added_memory_mib": mib(peak - before),
         "greatest_difference_from_steps_by_hand": same_steps(again.run(CHECKED), again.by_hand(CHECKED)),

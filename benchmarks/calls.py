@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from posthoc import FMGP
-from posthoc.training import History, Source, Training, single_thread, train
+from posthoc.training import History, Source, Training, few_threads, train
 
 __all__ = ["Call", "Steps", "capture", "fit_with", "same_steps"]
-
-CUDA_GRAPH = {None: None, "graph": True, "plain": False}
-"""The argument of `train` for each way to take steps."""
 
 
 @dataclass
@@ -46,11 +43,9 @@ class Call:
     def run(self, steps: int, way: str | None = None) -> Steps:
         """So many steps from the start, as `fit` takes them."""
         self._restart()
-        with single_thread(self.threads == 1):
+        with few_threads(self.threads == 1):
             options = replace(self.training, steps=steps)
-            history = train(
-                self.objective, self.parameters, self.source, options, **self.others, cuda_graph=CUDA_GRAPH[way]
-            )
+            history = train(self.objective, self.parameters, self.source, options, **self.others, way=way)
         return self._taken(history.losses)
 
     def by_hand(self, steps: int) -> Steps:
@@ -88,14 +83,14 @@ def capture(method: FMGP, data: Any) -> Call:
         found.append((objective, list(parameters), source, training, others, torch.get_num_threads()))
         return History()
 
-    with mock.patch("posthoc.fmgp.making.train", keep):
+    with mock.patch("posthoc.fmgp.build.train", keep):
         method.fit(data)
     return Call(method, *found[0])
 
 
 def fit_with(method: FMGP, data: Any, way: str | None) -> FMGP:
     """A whole fit, with or without the CUDA graph."""
-    with mock.patch("posthoc.fmgp.making.train", partial(train, cuda_graph=CUDA_GRAPH[way])):
+    with mock.patch("posthoc.fmgp.build.train", partial(train, way=way)):
         return method.fit(data)
 
 

@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     screen, runs = console(), {}
     for variance in ("per_output", "separable"):
         options_ = {"steps": 10} if args.quick else {}
-        method = FMGP(None, "classification", variance=variance, novelty=0.0, progress=False, **options_).fit(
+        method = FMGP(None, "classification", variance=variance, ood_strength=0.0, progress=False, **options_).fit(
             data[:4000]
         )
         runs[variance] = errors(method, data[4000 : 4000 + args.rows], 2000 if args.quick else REFERENCE)

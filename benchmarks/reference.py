@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc.fmgp.fitted import Head
+from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.kernels.base import RBF
 from posthoc.likelihoods.base import Categorical, Gaussian
 
@@ -25,7 +25,7 @@ Look = Callable[..., tuple[Tensor, Tensor]]
 class DenseFMGP(nn.Module):
     """The fixed-mean process with an RBF kernel, its parameters copied from a head of ours."""
 
-    def __init__(self, head: Head, num_data: int) -> None:
+    def __init__(self, head: FittedFMGP, num_data: int) -> None:
         super().__init__()
         process, likelihood = head.process, head.likelihood
         kernel = cast(RBF, process.kernel)

@@ -41,10 +41,10 @@ from benchmarks.reference import DenseFMGP, endless, loader, train_reference
 from benchmarks.shapes import SHAPES, compare_ways, show_shapes
 from benchmarks.tasks import Task, cifar10, protein, synthetic_classification, synthetic_regression
 from posthoc import FMGP
-from posthoc.fmgp.coordinates import PointView
+from posthoc.fmgp.minibatches import PointView
 from posthoc.fmgp.objective import Objective
 from posthoc.kernels.base import RBF
-from posthoc.training import single_thread
+from posthoc.training import few_threads
 
 TASKS: dict[str, Callable[..., Task]] = {
     "regression": synthetic_regression,
@@ -128,7 +128,7 @@ def variants(task: Task, device: torch.device, check: bool = False, **options: A
     step = floor_step(BATCH, len(process.l_raw), width, process.num_outputs, device)
 
     def floor(steps: int) -> None:
-        with single_thread(device.type == "cpu"):  # which it likes best, as ours does
+        with few_threads(device.type == "cpu"):  # which it likes best, as ours does
             for _ in range(steps):
                 step()
 
@@ -157,7 +157,7 @@ def agree(task: Task, method: FMGP) -> None:
             size = 0.005 if p is head.process.l_raw else 0.05  # far from the start, an explicit Ã⁻¹ has few digits
             p.add_(size * torch.randn(p.shape, generator=g, dtype=p.dtype).to(p.device))
         rows = torch.arange(BATCH, device=outputs.outputs.device)
-        objective = Objective(head.process, head.likelihood, method.alpha, len(outputs))
+        objective = Objective(head.process, head.likelihood, method.config.alpha, len(outputs))
         batch = PointView(outputs, head.coordinates).batch(head.likelihood, rows)
         reference = DenseFMGP(head, len(outputs))
         coordinates = getattr(outputs, task.space)[rows]

@@ -421,7 +421,7 @@ def test_alpha_other_than_one_is_refused_where_the_training_form_ignores_it(alph
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stepz": 3}, "stepz.*training options are: steps, batch_size, lr"),
+        ({"stepz": 3}, "stepz.*options are: kernel, .* steps, batch_size, lr"),
         ({"steps": -1}, "steps to be an integer of at least 0, got -1"),
         ({"steps": 1.5}, "steps to be an integer of at least 0, got 1.5"),
         ({"batch_size": 0}, "batch_size to be an integer of at least 1, got 0"),
@@ -645,7 +645,7 @@ def test_fit_that_fails_in_training_leaves_an_earlier_one_as_it_was(monkeypatch:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("posthoc.fmgp.making.train", fail)
+    monkeypatch.setattr("posthoc.fmgp.build.train", fail)
     with pytest.raises(KeyboardInterrupt):
         method.fit((inputs(seed=9), values(seed=10)))
     assert same(answers(method.predict(inputs())), before)

@@ -128,10 +128,10 @@ def test_options_from_a_file_and_from_the_line(folder: Path) -> None:
         "--set", "variance=shared", "--seed", "7",
     )  # fmt: skip
     head = FMGP.load("h")
-    assert head.training.steps == 4
-    assert head.training.seed == 7
-    assert head.num_inducing == 5
-    assert head.variance == "shared"
+    assert head.config.steps == 4
+    assert head.config.seed == 7
+    assert head.config.num_inducing == 5
+    assert head.config.variance == "shared"
     assert head.kernel.spec() == {"type": "matern", "on": "features", "nu": 1.5}
     assert head.likelihood.spec()["prediction"] == "logit_scaling"
 

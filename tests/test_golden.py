@@ -114,7 +114,10 @@ def fmgp(likelihood: Any, *, network: bool = False, val: bool = False, **options
 
     def fit(data: Data, **more: Any) -> FMGP:
         made = likelihood() if callable(likelihood) else likelihood
-        method = FMGP(data.network if network else None, made, **(small | options | more))
+        given = small | options | more
+        if "steps" in given:
+            given.setdefault("lr", 0.02)  # the rate that these numbers were recorded with
+        method = FMGP(data.network if network else None, made, **given)
         train = (data.fit.inputs, data.fit.targets) if network else data.fit
         return method.fit(train, val=data.val) if val else method.fit(train)
 
@@ -275,11 +278,11 @@ CASES: dict[str, Case] = {
     "classes_default_steps": Case(of(classes, rows=220), fmgp("classification", variance="separable")),
     "classes_shared": Case(classes, fmgp("classification", variance="shared"), 30),
     "classes_shared_once_inputs": Case(
-        classes, fmgp("classification", variance="shared", kl="once", kernel=RBF(on="inputs"), novelty=0.0), 30
+        classes, fmgp("classification", variance="shared", kl="once", kernel=RBF(on="inputs"), ood_strength=0.0), 30
     ),
     "classes_logit_scaling": Case(classes, fmgp(logit_scaling, variance="per_output"), 30),
     "classes_monte_carlo": Case(classes, fmgp(monte_carlo, variance="separable", alpha=0.5), 20),
-    "classes_novelty": Case(classes, fmgp("classification", variance="separable", novelty=1.0), 30),
+    "classes_novelty": Case(classes, fmgp("classification", variance="separable", ood_strength=1.0), 30),
     "classes_low_rank": Case(MANY, fmgp("classification", variance="per_output", output_rank=2), 20, with_covariance),
     "classes_low_rank_separable": Case(MANY, fmgp("classification", variance="separable", output_rank=2), 20),
     "classes_network": Case(

@@ -60,9 +60,9 @@ def test_the_options_come_back_and_a_second_fit_gives_the_same_numbers(name: str
     kernel = Matern(1.5, lengthscale=0.7) + RBF(amplitude=0.5).requires_grad_(False)
     method, data = case(name, tmp_path / "head", kernel=kernel, inducing="random")
     loaded = FMGP.load(tmp_path / "head")
-    asked = ("variance", "num_inducing", "output_rank", "inducing", "inducing_classes", "kl", "novelty", "cache")
-    assert {name: getattr(loaded, name) for name in asked} == {name: getattr(method, name) for name in asked}
-    assert (loaded.variance, loaded.num_inducing, loaded.inducing) == ("auto", 20, "random")
+    asked = ("variance", "num_inducing", "output_rank", "inducing", "inducing_classes", "kl", "ood_strength", "cache")
+    assert {name: getattr(loaded.config, name) for name in asked} == {n: getattr(method.config, n) for n in asked}
+    assert (loaded.config.variance, loaded.config.num_inducing, loaded.config.inducing) == ("auto", 20, "random")
     assert loaded._kernel.recipe() == kernel.recipe()
     assert same(numbers(loaded), numbers(method))
     assert same(numbers(loaded.fit(data)), numbers(method.fit(data)))
@@ -110,7 +110,7 @@ def test_points_of_your_own_are_asked_for_before_a_second_fit(tmp_path: Path) ->
     method = FMGP(None, "regression", inducing=values(4, 6), inducing_classes=[0, 0, 0, 0], **QUICK).fit(data)
     method.save(tmp_path / "head")
     loaded = FMGP.load(tmp_path / "head")
-    assert loaded.inducing_classes == [0, 0, 0, 0]
+    assert loaded.config.inducing_classes == [0, 0, 0, 0]
     with pytest.raises(OptionError, match=r"file does not hold: to fit again, build FMGP\(\.\.\., inducing=points\)"):
         loaded.fit(data)
     assert same(numbers(loaded), numbers(method))
@@ -153,8 +153,8 @@ CHANGES: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("regression", ("width",), [10**12], "1 outputs, in rows of shape"),
     ("regression", ("outputs_are",), "zzz", "outputs that are 'zzz'"),
     ("regression", ("likelihood", "noise"), 3, "Expected noise to be one of"),
-    ("separable", ("options", "head", "novelty"), [10**12, 2, 0.1], r"Expected tensors novelty\.basis"),
-    ("separable", ("options", "head", "novelty", 2), "a", "could not convert string to float"),
+    ("separable", ("options", "head", "ood"), [10**12, 2, 0.1], r"Expected tensors ood\.basis"),
+    ("separable", ("options", "head", "ood", 2), "a", "could not convert string to float"),
     ("separable", ("options", "head", "rank"), 10**12, r"Expected tensors process\.coupling\.factor"),
     ("separable", ("options", "head", "num_outputs"), 10**12, r"Expected tensors process\.coupling\.factor"),
     ("temperature scaling", ("width",), [10**12], "3 outputs, in rows of shape"),

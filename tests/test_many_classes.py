@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,14 @@ from posthoc.base import AT_ONCE
 from posthoc.collect import open_outputs
 from posthoc.collect.data_warnings import ROWS
 from posthoc.collect.folder import ArraySpec, Manifest, array_path
-from posthoc.fmgp import selection as plans
-from posthoc.fmgp.build import RANK
-from posthoc.fmgp.coordinates import AHEAD, VALUES_AHEAD, DrawnBatches
+from posthoc.fmgp import selection
+from posthoc.fmgp.build import RANK, TYPICAL_ROWS
 from posthoc.fmgp.coupled import CoupledLatent, LowRankLatent
-from posthoc.fmgp.making import TYPICAL
+from posthoc.fmgp.minibatches import MAX_BATCHES, MAX_VALUES, DrawnBatches
 from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.likelihoods.temperature import TYPICAL as SUITABLE
 from posthoc.predictive.latent import Latent
-from posthoc.training.loop import PlainSteps
+from posthoc.training.steps import PlainSteps
 from tests.test_checkpoint import end_of, start
 
 CLASSES, BATCH, M, WIDTH = 2000, 50, 30, 5
@@ -93,9 +93,9 @@ def test_no_fit_reads_or_makes_more_than_a_few_batches_at_once(form: str) -> Non
     outputs, steps = many(100), {"steps": 25, "eval_every": 25}
     with Largest() as seen:
         FMGP(None, "classification", **{**FEW_STEPS, **steps, **FORMS[form]}).fit(outputs, val=outputs[:60])
-    assert steps["steps"] * BATCH * CLASSES > 2 * VALUES_AHEAD
-    assert seen.numbers <= max(bound(60), VALUES_AHEAD), seen.shape
-    assert BATCH * M * CLASSES > VALUES_AHEAD
+    assert steps["steps"] * BATCH * CLASSES > 2 * MAX_VALUES
+    assert seen.numbers <= max(bound(60), MAX_VALUES), seen.shape
+    assert BATCH * M * CLASSES > MAX_VALUES
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -190,7 +190,7 @@ def test_low_rank_form_gives_the_numbers_and_gradients_of_the_dense_one(answer: 
 
 
 def sparse_folder(folder: Path, rows: int, classes: int = 3) -> Outputs:
-    """A mapped folder of so many rows, all zeros, which takes no room on the disk."""
+    """A mapped folder of so many rows, zeros but for some targets, which takes no room on the disk."""
     specs = {
         "outputs": ArraySpec("float32", (classes,)),
         "targets": ArraySpec("int64", ()),
@@ -200,7 +200,10 @@ def sparse_folder(folder: Path, rows: int, classes: int = 3) -> Outputs:
     for name, spec in specs.items():
         with array_path(folder, name).open("wb") as file:
             file.write(spec.header(rows))
-            file.truncate(file.tell() + rows * spec.row_bytes)
+            end = file.tell() + rows * spec.row_bytes
+            if name == "targets":
+                file.write(bytes([1, *[0] * 7]) * 5000)  # a second class
+            file.truncate(end)
     Manifest(rows, True, {}, specs).write(folder)
     return open_outputs(folder)
 
@@ -230,7 +233,7 @@ def rows_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(
     rows: int, tmp_path: Path, rows_read: dict[str, int]
 ) -> None:
-    steps, batch, m = 2 * AHEAD + 7, 20, 10
+    steps, batch, m = 2 * MAX_BATCHES + 7, 20, 10
     outputs = sparse_folder(tmp_path / "outputs", rows)
     with Largest() as seen:
         method = FMGP(None, "classification", variance="separable", steps=steps, batch_size=batch, num_inducing=m)
@@ -240,26 +243,26 @@ def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(
     again = steps * batch  # the batches, once more, as points
     doubts = min(rows, ROWS)  # those that tell whether the network has memorised the data
     unit = 6 * (SUITABLE + 1)  # those that logits are measured by, looked at again and again
-    most = min(rows, TYPICAL) + kernel + sample + passes + rows_read["steps"] + again + doubts + unit
+    most = min(rows, TYPICAL_ROWS) + kernel + sample + passes + rows_read["steps"] + again + doubts + unit
     assert rows_read["all"] <= most
-    assert seen.numbers <= max(TYPICAL * WIDTH, 1000 * 1000), seen.shape  # or the pairs of the kernel's sample
+    assert seen.numbers <= max(TYPICAL_ROWS * WIDTH, 1000 * 1000), seen.shape  # or the pairs of the kernel's sample
 
 
 def test_the_form_of_the_variance_is_chosen_from_some_of_very_many_rows(
     tmp_path: Path, rows_read: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "MOST", 3000)
-    monkeypatch.setattr(plans, "ENOUGH", 500)
+    few = replace(selection.SELECTION, max_rows=3000, enough_rows=500)
+    monkeypatch.setattr(selection, "SELECTION", few)
     looked_at: list[int] = []
-    choose = plans.choose
+    compare = selection.compare
 
-    def counting(job: Any, *more: Any) -> plans.Decision:
+    def counting(job: Any, *more: Any) -> selection.Selection:
         before = rows_read["all"]
-        found = choose(job, *more)
+        found = compare(job, *more)
         looked_at.append(rows_read["all"] - before)
         return found
 
-    monkeypatch.setattr("posthoc.fmgp.estimator.choose", counting)
+    monkeypatch.setattr(selection, "compare", counting)
     outputs = sparse_folder(tmp_path / "outputs", 10_000_000)
     FMGP(None, "classification", steps=3, batch_size=20, num_inducing=5).fit(outputs)
     assert 3000 < looked_at[0] < 1_000_000

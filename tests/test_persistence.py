@@ -200,7 +200,8 @@ def test_loaded_head_keeps_its_options(tmp_path: Path) -> None:
     method = FMGP(mlp(), "regression", alpha=0.5, kl="once", seed=3, lr=0.02, **QUICK).fit((inputs(), values()))
     method.save(path)
     loaded = FMGP.load(path, model=mlp())
-    assert (loaded.alpha, loaded.kl, loaded.training) == (0.5, "once", method.training)
+    assert (loaded.config.alpha, loaded.config.kl) == (0.5, "once")
+    assert loaded.config.training(100) == method.config.training(100)
 
 
 def test_loading_does_not_change_the_network(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_shared_variance_is_that_of_independent_copies():
 @pytest.mark.parametrize(("kl", "copies"), [("copies", 3), ("once", 1)])
 def test_the_kl_of_a_shared_variance_is_counted_by_name(kl, copies, monkeypatch):
     seen = []
-    monkeypatch.setattr("posthoc.fmgp.making.Objective", lambda *a: seen.append(a) or Objective(*a))
+    monkeypatch.setattr("posthoc.fmgp.build.Objective", lambda *a: seen.append(a) or Objective(*a))
     outputs = Outputs(torch.randn(20, 3), torch.arange(20) % 3)
     FMGP(None, "classification", variance="shared", kl=kl, steps=1, num_inducing=2).fit(outputs)
     assert seen[0][4] == copies
@@ -168,7 +168,7 @@ def test_two_space_inducing_points_start_at_one_data_point_and_the_network_never
     assert sum(calls) == 60
     z, c = dict(bayes.head.process.z), bayes.head.coordinates
     with torch.no_grad():
-        rows = c.standardise({"inputs": x, "features": net.body(x).tanh()})
+        rows = c.standardize({"inputs": x, "features": net.body(x).tanh()})
     for m in range(6):
         row = int((rows["inputs"] - z["inputs"][m]).square().sum(-1).argmin())
         torch.testing.assert_close(z["inputs"][m].detach(), rows["inputs"][row])

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from posthoc import FMGP, Outputs
-from posthoc.base import Job
 from posthoc.errors import OptionError
 from posthoc.evaluate.metrics import coverage, crps, nll
 from posthoc.fmgp.residuals import LearntResiduals
@@ -146,8 +145,8 @@ def test_few_rows_are_gaussian_as_are_others_on_demand(options: dict[str, Any]) 
 
 
 def test_residuals_of_so_many_rows_need_no_other_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posthoc.fmgp.residuals.ENOUGH", 300)
-    monkeypatch.setattr("posthoc.fmgp.residuals.folds", lambda job: pytest.fail("rows were held out"))
+    monkeypatch.setattr("posthoc.fmgp.noise_fit.MANY_ROWS", 300)
+    monkeypatch.setattr("posthoc.fmgp.noise_fit.folds", lambda *job: pytest.fail("rows were held out"))
     assert predict(fitted(skewed(300, 0), steps=5), skewed(5, 1)).law is not None
 
 
@@ -179,9 +178,8 @@ def test_the_energy_is_the_log_density_of_the_mixture() -> None:
 
 @pytest.mark.parametrize(("rows", "steps"), [(50, 200), (1600, 280), (100_000, 2000)])
 def test_steps_grow_with_the_root_of_the_rows(rows: int, steps: int) -> None:
-    job = Job(Outputs(torch.zeros(rows)), None, rows, None, None)
-    assert FMGP(None, "regression")._schedule(job).steps == steps
-    assert FMGP(None, "regression", steps=77)._schedule(job).steps == 77
+    assert FMGP(None, "regression").config.training(rows).steps == steps
+    assert FMGP(None, "regression", steps=77).config.training(rows).steps == 77
 
 
 def test_unknown_residuals_are_refused() -> None:

@@ -12,9 +12,8 @@ from scipy.optimize import minimize_scalar
 
 from posthoc import FMGP, Categorical, Outputs, Temperature, load
 from posthoc.base import Job
-from posthoc.fmgp.ood import SLOPES, Novelty, best_slope
-from posthoc.fmgp.scoring import log_probs
-from posthoc.fmgp.selection import Plan
+from posthoc.fmgp.ood import EXPONENTS, OutOfDistribution, best_exponent
+from posthoc.fmgp.selection import VarianceForm
 from posthoc.likelihoods.temperature import best_inverse, suitable_temperature
 
 G = torch.Generator
@@ -117,47 +116,47 @@ def unusual(n: int, power: float, seed: int = 0) -> Outputs:
     g = G().manual_seed(seed + 100)
     spread = torch.randn(n, 6, generator=g, dtype=torch.float64)
     features = 4.0 + 0.5 * spread * torch.rand(n, 1, generator=g, dtype=torch.float64).exp()
-    novelty = Novelty.of(features, power)
-    assert novelty is not None
-    scale = novelty.stretch(novelty.distance(features))
+    ood = OutOfDistribution.of(features, power)
+    assert ood is not None
+    scale = ood.logit_scale(ood.distance(features))
     y = torch.multinomial((rows.outputs / (2.0 * scale)).softmax(-1), 1, generator=g).squeeze(1)
     return Outputs(rows.outputs, y, features)
 
 
 @pytest.mark.parametrize("power", [0.0, 0.2, 0.35])
-def test_the_slope_is_that_of_the_networks_errors(power):
-    found = best_slope(unusual(20_000, power))
-    assert found in SLOPES
+def test_the_exponent_is_that_of_the_networks_errors(power):
+    found = best_exponent(unusual(20_000, power))
+    assert found in EXPONENTS
     assert found == pytest.approx(power, abs=0.051)
 
 
-def test_there_is_no_slope_where_it_earns_nothing_or_nothing_is_known():
+def test_there_is_no_exponent_where_it_earns_nothing_or_nothing_is_known():
     rows = unusual(20_000, 0.3)
-    assert best_slope(Outputs(rows.outputs, rows.targets)) == 0.0
-    assert best_slope(rows[:90]) == 0.0
+    assert best_exponent(Outputs(rows.outputs, rows.targets)) == 0.0
+    assert best_exponent(rows[:90]) == 0.0
     shuffled = rows.features[torch.randperm(len(rows), generator=G().manual_seed(1))]
-    assert best_slope(Outputs(rows.outputs, rows.targets, shuffled)) <= 0.05
+    assert best_exponent(Outputs(rows.outputs, rows.targets, shuffled)) <= 0.05
 
 
-def test_a_head_with_a_slope_is_that_of_logits_divided_beforehand(monkeypatch):
+def test_a_fit_with_an_exponent_is_that_of_logits_divided_beforehand(monkeypatch):
     monkeypatch.setattr(
         "posthoc.likelihoods.base.suitable_temperature", lambda rows: 2.0
     )  # else of other logits for each
     train, new = unusual(400, 0.3), unusual(150, 0.3, seed=3)
-    novelty = Novelty.of(train.features, 0.3)
-    assert novelty is not None
+    ood = OutOfDistribution.of(train.features, 0.3)
+    assert ood is not None
 
     def divided(rows: Outputs) -> Outputs:
-        return rows.with_outputs(rows.outputs / novelty.stretch(novelty.distance(rows.features)))
+        return rows.with_outputs(rows.outputs / ood.logit_scale(ood.distance(rows.features)))
 
-    def trained(rows: Outputs, slope: float) -> Any:
-        job = Job(rows, None, len(rows), rows, None)
-        method = FMGP(None, "classification", **QUICK)
-        return method._maker(job).train(job, Plan("separable", prior=1.0, slope=slope), method.training)[0]
+    def log_probs(train: Outputs, new: Outputs, exponent: float) -> torch.Tensor:
+        job = Job(train, None, len(train), train, None)
+        method, form = FMGP(None, "classification", **QUICK), VarianceForm("separable", "once", 1.0, exponent)
+        return method._train(job, form, method._training(job))[0].log_probs(new)
 
-    with_slope = log_probs(trained(train, 0.3), new)
-    torch.testing.assert_close(with_slope, log_probs(trained(divided(train), 0.0), divided(new)), rtol=1e-8, atol=1e-8)
-    assert float((with_slope - log_probs(trained(train, 0.0), new)).abs().max()) > 0.1
+    scaled = log_probs(train, new, 0.3)
+    torch.testing.assert_close(scaled, log_probs(divided(train), divided(new), 0.0), rtol=1e-8, atol=1e-8)
+    assert float((scaled - log_probs(train, new, 0.0)).abs().max()) > 0.1
 
 
 # Parts of the data.

@@ -61,7 +61,14 @@ VARIANTS = {
     "fmgp-paper": Variant(
         "FMGP (the paper's way)",
         FMGP,
-        {"kernel": PAPER_KERNEL, "variance": "per_output", "inducing": "random", "steps": 3000, "novelty": 0.0},
+        {
+            "kernel": PAPER_KERNEL,
+            "variance": "per_output",
+            "inducing": "random",
+            "steps": 3000,
+            "lr": 0.02,
+            "ood_strength": 0.0,
+        },
         FEW_POINTS,
         likelihood=PAPER_CLASSES,
     ),

@@ -1,90 +1,222 @@
-"""A process before it is trained: where its inducing points stand, whose they are, and how outputs are coupled."""
+"""Building and training a process of a given form: where its inducing points start, how outputs are coupled."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from posthoc.base import Job
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
-from posthoc.fmgp.coordinates import PointView
+from posthoc.fmgp.config import NOT_KEPT, FMGPConfig
+from posthoc.fmgp.coordinates import Coordinates
+from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.fmgp.inducing_points import Inducing, given, kmeans, per_class, random_classes, random_points
+from posthoc.fmgp.minibatches import DrawnBatches, FreshBatches, PointView
+from posthoc.fmgp.objective import Objective, TrainingBatch
+from posthoc.fmgp.ood import OutOfDistribution
 from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
-from posthoc.fmgp.selection import Plan
-from posthoc.kernels.base import Kernel
+from posthoc.fmgp.selection import TEMPERATURE_SCALING, VarianceForm
+from posthoc.kernels.base import Constant, Kernel
+from posthoc.likelihoods.base import Categorical, Likelihood
+from posthoc.likelihoods.temperature import best_inverse
+from posthoc.training import History, Ranks, Source, Training, few_threads, train
 from posthoc.validation import as_numbers
 
-__all__ = ["NOT_KEPT", "Layout", "build"]
+__all__ = ["SMALL", "START", "TYPICAL_ROWS", "inducing_owners", "inducing_places", "train_form", "trains_in_parallel"]
 
 FULL_COUPLING = {"per_output": 32, "separable": 128}
-"""Up to so many outputs B is a full Cholesky factor, by default."""
+"""Up to this number of outputs B is a full Cholesky factor, by default."""
 RANK = 8
-"""The rank of B, by default, for more."""
+"""Default rank of B for more outputs."""
 START = 1.0
-"""L starts at so many times the identity, as in the paper; at zero it would stay."""
-NOT_KEPT = "given"
-"""What a head's file has in the place of inducing points that were the user's own."""
+"""L starts at this multiple of the identity, as in the paper; at zero its gradient would be zero."""
+SMALL = 2e7
+"""Multiplications in a step's largest product, below which more threads cost more than they save."""
+WORK_PER_OUTPUT = 20
+"""Work for each output of each point in a step, in multiplications."""
+TYPICAL_ROWS = 2**16
+"""Rows from which units and starting values are computed, at most."""
+LARGE_OUTPUTS = 2**30
+"""Outputs of more bytes stay in their file or in the host's memory where a fit reads only some of them."""
+PARALLEL_BYTES = 2**28
+"""Outputs of more bytes are fitted one candidate after the other, since each candidate copies most of them."""
+NO_VARIANCE = 1e-12
+"""The variance of temperature scaling."""
+
+FreshSource = Callable[[PointView, Likelihood], Generator[TrainingBatch]]
+"""Gives batches from the network, which is run anew at every step."""
 
 
-class Layout(NamedTuple):
-    """The options of `FMGP` that decide it."""
+def train_form(
+    job: Job,
+    form: VarianceForm,
+    config: FMGPConfig,
+    likelihood: Likelihood,
+    training: Training,
+    device: torch.device,
+    fresh: FreshSource | None = None,
+) -> tuple[FittedFMGP, History]:
+    """Builds a process of a form around the data of a job and trains it.
 
-    inducing: Any
-    inducing_classes: Any | None
-    num_inducing: int
-    output_rank: int | None
+    Args:
+        job: The data.
+        form: The form of the variance.
+        config: Options of the estimator.
+        likelihood: The likelihood before training; it is copied.
+        training: How to train.
+        device: Where to train.
+        fresh: Source of batches where the outputs of the network are not cached.
+    """
+    if form.variance == TEMPERATURE_SCALING.variance:
+        return temperature_scaling(job, config, likelihood, device), History()
+    generator = torch.Generator().manual_seed(training.seed)
+    likelihood = copy.deepcopy(likelihood).to(device)
+    typical = job.train.spread(TYPICAL_ROWS).to(device)
+    assert typical.targets is not None
+    likelihood.start(typical.outputs, typical.targets)
+    if isinstance(likelihood, Categorical):
+        likelihood.take_unit(typical)
+    ood = None
+    if form.ood_exponent and typical.features is not None:
+        ood = OutOfDistribution.of(typical.features, form.ood_exponent)
+    kernel = copy.deepcopy(config.kernel).to(device)
+    coordinates = Coordinates.of(typical, kernel, standardize=config.standardize)
+    reads = set(coordinates.spaces) - {"outputs"} | ({"features"} if ood is not None else set())
+    view = PointView(placed(job.train.only(*reads), device, training), coordinates, ood)
+    kernel.start(view.sample(1000, generator), coordinates.default)
+    process = build_process(config, form, kernel, view, generator)
+    fitted = FittedFMGP(process, coordinates, likelihood, ood)
+    history = train_fitted(fitted, job, form, config, training, view, fresh)
+    return fitted, history
 
 
-def build(
-    layout: Layout, plan: Plan, kernel: Kernel, view: PointView, outputs: Outputs, generator: torch.Generator
+def build_process(
+    config: FMGPConfig, form: VarianceForm, kernel: Kernel, view: PointView, generator: torch.Generator
 ) -> Process:
-    """A process of the form that a plan names, its inducing points among the points of the fit."""
+    """An untrained process of a form, with inducing points among the points of the fit."""
+    outputs, device = view.outputs, view.coordinates.device
     num_outputs = outputs.outputs[0].numel()
-    variance = "shared" if num_outputs == 1 else plan.variance
-    if isinstance(layout.inducing, str) and layout.inducing == "per_class":
+    variance = "shared" if num_outputs == 1 else form.variance
+    if isinstance(config.inducing, str) and config.inducing == "per_class":
         if outputs.targets is None:
             raise DataError('inducing="per_class" needs the targets of the points.')
-        inducing = per_class(view, outputs.targets, layout.num_inducing, generator)
+        inducing = per_class(view, outputs.targets, config.num_inducing, generator)
     else:
-        z = places(layout, view, generator)
-        inducing = Inducing(z, classes(layout, len(next(iter(z.values()))), num_outputs, generator))
+        z = inducing_places(config.inducing, config.num_inducing, view, generator)
+        num_points = len(next(iter(z.values())))
+        inducing = Inducing(z, inducing_owners(config.inducing_classes, num_points, num_outputs, generator))
     if variance != "per_output":
         inducing = inducing._replace(z_class=torch.zeros_like(inducing.z_class))
-    device = view.coordinates.device
     coupling = None
     if variance != "shared":
-        rank = layout.output_rank or (RANK if num_outputs > FULL_COUPLING[variance] else None)
+        rank = config.output_rank or (RANK if num_outputs > FULL_COUPLING[variance] else None)
         coupling = OutputCovariance(num_outputs, rank, generator).to(device)
     inducing = inducing._replace(z={space: block.to(device) for space, block in inducing.z.items()})
     return Process(kernel, inducing, num_outputs, coupling, start=START, separable=variance == "separable")
 
 
-def places(layout: Layout, view: PointView, generator: torch.Generator) -> dict[str, Tensor]:
-    if isinstance(layout.inducing, str):
-        if layout.inducing == NOT_KEPT:
+def inducing_places(inducing: Any, number: int, view: PointView, generator: torch.Generator) -> dict[str, Tensor]:
+    """Where inducing points start: chosen among the points, or as given by the user."""
+    if isinstance(inducing, str):
+        if inducing == NOT_KEPT:
             raise OptionError(
                 "Expected the inducing points that were given to the first fit, which the head's file does not hold: "
                 "to fit again, build FMGP(..., inducing=points)."
             )
-        choose = {"kmeans": kmeans, "random": random_points}[layout.inducing]
-        return choose(view, layout.num_inducing, generator)
+        choose = {"kmeans": kmeans, "random": random_points}[inducing]
+        return choose(view, number, generator)
     spaces = view.coordinates.spaces
-    z = given(layout.inducing, spaces, {space: view.coordinates.width(space) for space in spaces})
-    return view.coordinates.standardise(z)
+    z = given(inducing, spaces, {space: view.coordinates.width(space) for space in spaces})
+    return view.coordinates.standardize(z)
 
 
-def classes(layout: Layout, m: int, num_outputs: int, generator: torch.Generator) -> Tensor:
-    if layout.inducing_classes is None:
+def inducing_owners(inducing_classes: Any, m: int, num_outputs: int, generator: torch.Generator) -> Tensor:  # (m,)
+    """The output each inducing point belongs to: as given, or at random."""
+    if inducing_classes is None:
         return random_classes(m, num_outputs, generator)
-    found = as_numbers(layout.inducing_classes, torch.long)
-    if found is None:
-        raise OptionError(f"Expected {m} inducing_classes, each a number, got {layout.inducing_classes!r}.")
-    if found.shape != (m,) or int(found.min()) < 0 or int(found.max()) >= num_outputs:
+    owners = as_numbers(inducing_classes, torch.long)
+    if owners is None:
+        raise OptionError(f"Expected {m} inducing_classes, each a number, got {inducing_classes!r}.")
+    if owners.shape != (m,) or int(owners.min()) < 0 or int(owners.max()) >= num_outputs:
         raise OptionError(
-            f"Expected {m} inducing_classes from 0 to {num_outputs - 1}, got {found.tolist()[:10]} "
-            f"of shape {tuple(found.shape)}."
+            f"Expected {m} inducing_classes from 0 to {num_outputs - 1}, got {owners.tolist()[:10]} "
+            f"of shape {tuple(owners.shape)}."
         )
-    return found
+    return owners
+
+
+def train_fitted(
+    fitted: FittedFMGP,
+    job: Job,
+    form: VarianceForm,
+    config: FMGPConfig,
+    training: Training,
+    view: PointView,
+    fresh: FreshSource | None,
+) -> History:
+    """Trains the parameters of a process and of its likelihood together."""
+    process, likelihood, ranks = fitted.process, fitted.likelihood, Ranks()
+    ranks.share(list(fitted.buffers()))
+    kl_copies = process.num_outputs if process.one_variance and form.kl == "copies" else 1
+    draws = torch.Generator(fitted.device).manual_seed(training.seed) if likelihood.draws else None
+    small = is_small(len(process.l_raw), training.batch_size, process.num_outputs)
+    with ExitStack() as stack:
+        if fresh is None:
+            source: Source = DrawnBatches(view, likelihood, training.batch_size, training.seed, ranks)
+        else:  # closed even after an error: a suspended generator would keep the network in eval mode
+            source = FreshBatches(stack.enter_context(closing(fresh(view, likelihood))))
+        stack.enter_context(few_threads(fresh is None and small))
+        return train(
+            Objective(process, likelihood, config.alpha, job.num_data, kl_copies, form.prior, draws),
+            fitted.parameters(),
+            source,
+            training,
+            score=fitted.validation_score(job.val) if job.val is not None else None,
+            generator=draws,
+            checkpoint=job.checkpoint,
+        )
+
+
+def temperature_scaling(job: Job, config: FMGPConfig, likelihood: Likelihood, device: torch.device) -> FittedFMGP:
+    """Temperature scaling, as a process without variance."""
+    typical = job.train.only().spread(TYPICAL_ROWS).to(device)
+    likelihood = copy.deepcopy(likelihood).to(device)
+    assert isinstance(likelihood, Categorical)
+    likelihood.unit = torch.full_like(likelihood.unit, 1.0 / best_inverse(typical))
+    kernel = Constant(variance=NO_VARIANCE).to(device)
+    coordinates = Coordinates.of(typical, kernel, standardize=config.standardize)
+    inducing = Inducing(coordinates.points(typical[:1]), torch.zeros(1, dtype=torch.long))
+    return FittedFMGP(Process(kernel, inducing, typical.outputs.shape[1], None, start=0.0), coordinates, likelihood)
+
+
+def trains_in_parallel(job: Job, config: FMGPConfig, device: torch.device) -> bool:
+    """Whether several small processes are trained at the same time, by a thread each."""
+    return (
+        is_small(config.num_inducing, config.batch_size, job.train.outputs[0].numel())
+        and device.type == "cpu"
+        and Ranks().alone
+        and job.train.nbytes < PARALLEL_BYTES
+    )
+
+
+def is_small(m: int, batch: int, num_outputs: int) -> bool:
+    """Whether one thread is enough for m inducing points."""
+    return max(m * m * max(m, batch), WORK_PER_OUTPUT * batch * num_outputs) < SMALL
+
+
+def placed(outputs: Outputs, device: torch.device, training: Training) -> Outputs:
+    """Outputs on the device, unless they fill more than half of a GPU or are far more than the fit reads."""
+    if device.type == "cuda" and outputs.outputs.device.type == "cpu":
+        read = training.steps * training.batch_size
+        if outputs.nbytes > torch.cuda.mem_get_info(device)[0] // 2 or (
+            outputs.nbytes > LARGE_OUTPUTS and read < len(outputs)
+        ):
+            return outputs
+    return outputs.to(device)

@@ -1,11 +1,13 @@
-"""Less confidence where a point is unlike those of the fit: nothing that was fitted says how far off it may be there.
+"""Less confidence for points whose features are unlike those of the fitted data (out of distribution).
 
-A network's features keep their direction where they lose their meaning, so length is put aside: features are divided by
-their length, and the Mahalanobis distance d of what is left tells new kinds of points from known ones. Beyond almost
-all known points, where there are no errors to learn from, the variance grows steeply (`far`), in proportion to the
-square of how far the top output is from the others, as the variance of a linear model is to the squared length of its
-features: however sure the network is, d sets a ceiling on how sure it may be. Among known points the whole scale of the
-logits follows a power of d, as far as the network's errors do (`slope`): the usual are trusted more, the unusual less.
+The distance d of a point is the squared Mahalanobis distance of its feature vector, divided by its length: on inputs
+without meaning for a network, features keep their direction less than their length. d acts in two ways:
+
+- Beyond the 90 % quantile of the fitted data, where there are no errors to learn from, a variance is added for all
+  outputs. It is proportional to the square of the top output's margin, as the variance of a linear model is to the
+  squared length of its features. So d limits the confidence however large the logits are.
+- Among the fitted data, the scale of the logits follows a power of d. `best_exponent` chooses it from the network's
+  own errors.
 """
 
 from __future__ import annotations
@@ -17,133 +19,146 @@ from torch import Tensor, nn
 from posthoc.collect.outputs import Outputs
 from posthoc.likelihoods.temperature import best_log_likelihood
 
-__all__ = ["Novelty", "best_slope", "lead"]
+__all__ = ["OutOfDistribution", "best_exponent", "top_margin"]
 
-FLOOR, USUAL, FAR = 0.05, 0.5, 0.9
-"""Shares of the points of the fit: no point counts as closer than the first of them, the scale of logits stays at the
-second, and variance is added beyond the third."""
-ROWS_A_DIRECTION = 20
-"""So many rows are needed to know the spread along one direction."""
-MOST_DIRECTIONS = 128
-"""The rest are given one spread together."""
-FEWEST_ROWS = 100
-MOST_ROWS = 1024
-"""Wider features than this have their directions taken from so many rows."""
-SLOPES = tuple(s / 20.0 for s in range(9))
-"""Every power of d that is tried."""
-WORTH = 1.0
-"""What one fitted number adds to the log-likelihood of its rows, and takes from that of others (Akaike, 1974)."""
-MOST_COMPARED, VALUES = 2**16, 2**22
-"""Rows, and logits, by which powers are compared at the most."""
+FLOOR_LEVEL, MEDIAN_LEVEL, FAR_LEVEL = 0.05, 0.5, 0.9
+"""Quantile levels of the fitted distances: the smallest distance used for the scale of the logits, the distance at
+which that scale is unchanged, and the distance from which variance is added."""
+ROWS_PER_DIRECTION = 20
+"""Rows needed to estimate the variance along one direction."""
+MAX_DIRECTIONS = 128
+"""Directions with a variance each; all others share one variance."""
+MIN_ROWS = 100
+"""With fewer rows no distance is estimated."""
+MAX_ROWS = 1024
+"""Rows that the directions are computed from where features are wider than this."""
+EXPONENTS = tuple(s / 20.0 for s in range(9))
+"""The powers of d that `best_exponent` compares."""
+PENALTY = 1.0
+"""Log-likelihood that a fitted exponent must gain (AIC: Akaike, 1974)."""
+MAX_COMPARED_ROWS, MAX_COMPARED_LOGITS = 2**16, 2**22
+"""Rows and logits that `best_exponent` looks at, at most."""
 
 
-class Novelty(nn.Module):
-    """The extra variance at a point, for all outputs alike: unit · lead² · far · (d/b - 1)³, where d passes b; and the
-    factor of the logits' unit, (max(d, a) / m)^slope. a, m and b are quantiles of the distances of the fit."""
+class OutOfDistribution(nn.Module):
+    """The distance of a point from the fitted features, with the extra variance and the scale factor it leads to.
 
-    def __init__(self, width: int, directions: int, slope: float = 0.0) -> None:
+    With quantiles a, m, b of the fitted distances and margin the top output's distance from the others, the extra
+    variance of every output is strength · margin² · (d/b - 1)³ for d > b, and the factor of the logits' scale is
+    (max(d, a) / m)^exponent.
+    """
+
+    def __init__(self, width: int, directions: int, exponent: float = 0.0) -> None:
         super().__init__()
-        self.slope = slope
+        self.exponent = exponent
         self.register_buffer("location", torch.zeros(width, dtype=torch.float64))
         self.register_buffer("basis", torch.zeros(width, directions, dtype=torch.float64))
-        self.register_buffer("spread", torch.ones(directions, dtype=torch.float64))
-        self.register_buffer("rest", torch.ones((), dtype=torch.float64))
+        self.register_buffer("variances", torch.ones(directions, dtype=torch.float64))
+        self.register_buffer("other_variance", torch.ones((), dtype=torch.float64))
         self.register_buffer("quantiles", torch.ones(3, dtype=torch.float64))
         self.register_buffer("strength", torch.zeros((), dtype=torch.float64))
         self.location: Tensor  # (D,)
-        self.basis: Tensor  # (D, r), orthonormal
-        self.spread: Tensor  # (r,), the variance along each
-        self.rest: Tensor  # (), the variance along any other direction
+        self.basis: Tensor  # (D, r), orthonormal columns
+        self.variances: Tensor  # (r,), along the columns of the basis
+        self.other_variance: Tensor  # (), along any other direction
         self.quantiles: Tensor  # (3,), a, m and b
-        self.strength: Tensor  # (), unit · far
+        self.strength: Tensor  # ()
 
     @classmethod
-    def of(cls, features: Tensor, slope: float = 0.0) -> Novelty | None:
-        """Distances from one half of the rows, and quantiles from the other: those that shape a distance are closer
-        than new ones. None where there are too few rows to know any, or all are alike."""
-        if len(features) < FEWEST_ROWS:
+    def of(cls, features: Tensor, exponent: float = 0.0) -> OutOfDistribution | None:
+        """Estimates the distance on one half of the rows and its quantiles on the other half, because rows that the
+        distance was estimated on are closer than new ones.
+
+        Returns:
+            None where there are fewer than 100 rows, or all feature vectors have one direction.
+        """
+        if len(features) < MIN_ROWS:
             return None
         order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0)).to(features.device)
-        shaping, others = direction(features[order[::2]]), features[order[1::2]]
-        width, rows = features.shape[1], len(shaping)
-        location = shaping.mean(0)
-        variances, vectors = principal(shaping - location)
-        if float(variances[-1]) <= 1e-20:  # lengths are 1: all point the same way
+        directions, others = unit_vectors(features[order[::2]]), features[order[1::2]]
+        width, rows = features.shape[1], len(directions)
+        location = directions.mean(0)
+        variances, vectors = principal_directions(directions - location)
+        if float(variances[-1]) <= 1e-20:  # of vectors of length 1
             return None
-        count = max(1, min(width, rows // ROWS_A_DIRECTION, MOST_DIRECTIONS))
-        novelty = cls(width, count, slope).to(features.device)
+        count = max(1, min(width, rows // ROWS_PER_DIRECTION, MAX_DIRECTIONS))
+        ood = cls(width, count, exponent).to(features.device)
         floor = 1e-6 * variances[-1]
-        novelty.location = location
-        novelty.basis, novelty.spread = vectors[:, -count:].contiguous(), variances[-count:].clamp_min(floor)
+        ood.location = location
+        ood.basis, ood.variances = vectors[:, -count:].contiguous(), variances[-count:].clamp_min(floor)
         if count < width:
-            total = (shaping - location).square().sum() / rows
-            novelty.rest = ((total - variances[-count:].sum()) / (width - count)).clamp_min(floor)
-        levels = torch.tensor((FLOOR, USUAL, FAR), dtype=torch.float64, device=features.device)
-        novelty.quantiles = torch.quantile(novelty.distance(others), levels)
-        return novelty
+            total = (directions - location).square().sum() / rows
+            ood.other_variance = ((total - variances[-count:].sum()) / (width - count)).clamp_min(floor)
+        levels = torch.tensor((FLOOR_LEVEL, MEDIAN_LEVEL, FAR_LEVEL), dtype=torch.float64, device=features.device)
+        ood.quantiles = torch.quantile(ood.distance(others), levels)
+        return ood
 
     def distance(self, features: Tensor) -> Tensor:  # (N,)
-        """The squared Mahalanobis distance of the direction of features, about 1 for those of the fit."""
-        x = direction(features) - self.location
+        """The squared Mahalanobis distance of the features' directions, divided by D: about 1 for fitted data."""
+        x = unit_vectors(features) - self.location
         along = x @ self.basis
-        aside = (x.square().sum(-1) - along.square().sum(-1)).clamp_min(0.0)
-        return ((along.square() / self.spread).sum(-1) + aside / self.rest) / len(self.location)
+        other = (x.square().sum(-1) - along.square().sum(-1)).clamp_min(0.0)
+        return ((along.square() / self.variances).sum(-1) + other / self.other_variance) / len(self.location)
 
-    def more_variance(
+    def extra_variance(
         self,
         distance: Tensor,  # (N,)
         outputs: Tensor,  # (N, C)
     ) -> Tensor:  # (N,)
-        """What is added to the variance of every output."""
+        """The variance added to every output."""
         beyond = (distance / self.quantiles[2] - 1.0).clamp_min(0.0)
-        return self.strength * lead(outputs).square() * beyond**3
+        return self.strength * top_margin(outputs).square() * beyond**3
 
-    def stretch(
+    def logit_scale(
         self,
         distance: Tensor,  # (N,)
     ) -> Tensor:  # (N, 1)
-        """What the scale of the logits is multiplied by."""
-        return (torch.maximum(distance, self.quantiles[0]) / self.quantiles[1])[:, None] ** self.slope
+        """The factor of the logits' scale."""
+        return (torch.maximum(distance, self.quantiles[0]) / self.quantiles[1])[:, None] ** self.exponent
 
 
 @torch.no_grad()
-def best_slope(rows: Outputs) -> float:
-    """The power of d that the scale of logits should follow, by the errors of the network alone: where the likelihood
-    of its logits is greatest, each at its best temperature; none where that earns less than it costs to learn."""
-    some = rows.only("features").spread(max(1, min(MOST_COMPARED, VALUES // rows.outputs[0].numel())))
-    novelty = Novelty.of(some.features) if some.features is not None else None
-    if novelty is None or some.features is None:
+def best_exponent(rows: Outputs) -> float:
+    """The power of d with the greatest likelihood of the network's own logits, each at its best temperature.
+
+    Returns:
+        One of `EXPONENTS`; 0 where another gains less log-likelihood than its penalty, or without features.
+    """
+    some = rows.only("features").spread(max(1, min(MAX_COMPARED_ROWS, MAX_COMPARED_LOGITS // rows.outputs[0].numel())))
+    ood = OutOfDistribution.of(some.features) if some.features is not None else None
+    if ood is None or some.features is None:
         return 0.0
-    distance, scores = novelty.distance(some.features), list[float]()
-    for novelty.slope in SLOPES:
-        scaled = some.only().with_outputs(some.outputs.double() / novelty.stretch(distance))
+    distance, scores = ood.distance(some.features), list[float]()
+    for exponent in EXPONENTS:
+        ood.exponent = exponent
+        scaled = some.only().with_outputs(some.outputs.double() / ood.logit_scale(distance))
         scores.append(best_log_likelihood(scaled))
-        if scores[-1] < max(scores):  # it rises and then falls
+        if scores[-1] < max(scores):  # it has a single maximum
             break
     best = max(scores)
-    return SLOPES[scores.index(best)] if best - scores[0] > WORTH else 0.0
+    return EXPONENTS[scores.index(best)] if best - scores[0] > PENALTY else 0.0
 
 
-def principal(centred: Tensor) -> tuple[Tensor, Tensor]:
-    """Variances along orthonormal directions, in rising order, and these as columns: from whichever is smaller, the
-    covariance of the columns or the products of (at most so many) rows."""
-    rows, width = centred.shape
-    if width <= min(rows, MOST_ROWS):
-        variances, vectors = torch.linalg.eigh(centred.mT @ centred / rows)
+def principal_directions(centered: Tensor) -> tuple[Tensor, Tensor]:
+    """Variances along orthonormal directions, in rising order, and these directions as columns. Computed from the
+    smaller of the columns' covariance and the rows' Gram matrix (of at most MAX_ROWS rows)."""
+    rows, width = centered.shape
+    if width <= min(rows, MAX_ROWS):
+        variances, vectors = torch.linalg.eigh(centered.mT @ centered / rows)
         return variances, vectors
-    some = centred[:MOST_ROWS]
+    some = centered[:MAX_ROWS]
     variances, left = torch.linalg.eigh(some @ some.mT / len(some))
     return variances.clamp_min(0.0), F.normalize(some.mT @ left, dim=0)
 
 
-def lead(
+def top_margin(
     outputs: Tensor,  # (N, C)
 ) -> Tensor:  # (N,)
-    """How far the top output is above the mean of the others."""
+    """The top output minus the mean of the others."""
     outputs = outputs.double()
     top, count = outputs.amax(-1), outputs.shape[-1]
     return (count * top - outputs.sum(-1)) / max(1, count - 1)
 
 
-def direction(features: Tensor) -> Tensor:
+def unit_vectors(features: Tensor) -> Tensor:
     return F.normalize(features.double(), dim=-1)

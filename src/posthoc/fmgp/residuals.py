@@ -7,33 +7,21 @@ from residuals that the variance was not fitted to, or from so many that it does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeGuard, TypeVar, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import Job
-from posthoc.collect.outputs import Outputs
-from posthoc.fmgp.fitted import Head
 from posthoc.likelihoods.base import Gaussian, Likelihood
 from posthoc.predictive.base import Predictive, RegressionPredictive
 from posthoc.predictive.latent import Latent
 from posthoc.predictive.residual_mixture import NORMAL, Law
-from posthoc.training import Ranks, run_parallel
 
-__all__ = ["LearntResiduals", "with_law"]
-
-T = TypeVar("T")
+__all__ = ["LearntResiduals"]
 
 FEWEST = 200
 """Rows below which residuals are taken to be Gaussian."""
-FOLDS, ENOUGH = 3, 30_000
-"""With fewer rows than ENOUGH, each of so many parts is standardised by a variance that was fitted to the others."""
-MOST = 60_000
-"""Rows that a law is taken from."""
 LAWS = 32
 """Up to so many outputs have a law each; more share one."""
 SHIFTS = torch.linspace(-1.5, 1.5, 5, dtype=torch.float64)
@@ -112,40 +100,3 @@ class LearntResiduals(Gaussian):
         self.log_weights, self.normals = None, law.weights.shape[1]
         for name in ("weights", "shifts", "spreads"):
             self.register_buffer(name, getattr(law, name).contiguous())
-
-
-def with_law(job: Job, train: Callable[[Job], T], head_of: Callable[[T], Head], beside: bool) -> T:
-    """What `train` makes of a job, with the law of its head's residuals settled. `beside` says whether heads for parts
-    of the rows are trained beside the one for all."""
-    tasks: list[Callable[[], Any]] = [partial(train, job)]
-    if len(job.train) < ENOUGH:
-        tasks += [partial(lambda part, rows: standardised(head_of(train(part)), rows), *fold) for fold in folds(job)]
-    made, *unseen = run_parallel(tasks, beside)
-    head = head_of(made)
-    z = torch.cat(unseen) if unseen else standardised(head, job.train.spread(MOST))
-    cast(LearntResiduals, head.likelihood).settle(z)
-    Ranks().share(list(head.buffers()))
-    return cast(T, made)
-
-
-def folds(job: Job) -> Iterator[tuple[Job, Outputs]]:
-    """Jobs on some rows, each with those that it leaves out."""
-    rows = job.train
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).to(rows.outputs.device)
-    for part in order.tensor_split(FOLDS):
-        others = torch.ones(len(rows), dtype=torch.bool, device=order.device).index_fill(0, part, False)
-        train = rows[others.nonzero().squeeze(-1)]
-        yield job.part(train), rows[part]
-
-
-@torch.no_grad()
-def standardised(head: Head, rows: Outputs) -> Tensor:  # (N, C), float64
-    """The residuals of some rows in units of their predicted standard deviation."""
-    w, parts = head.prepared(), []
-    for start in range(0, len(rows), 1024):
-        part = rows[start : start + 1024].to(head.device)
-        assert part.targets is not None
-        pred = head.predictive(part, w)
-        z = (part.targets.double() - pred.mean.double()) / pred.std.double()
-        parts.append(z.reshape(len(part), -1))
-    return torch.cat(parts)

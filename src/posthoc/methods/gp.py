@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from posthoc.base import Job, Method
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, LayerError, OptionError
-from posthoc.fmgp.coordinates import Coordinates, DrawnBatches, PointView, location_and_scale
+from posthoc.fmgp.coordinates import Coordinates, location_and_scale
 from posthoc.fmgp.inducing_points import kmeans
+from posthoc.fmgp.minibatches import DrawnBatches, PointView
 from posthoc.fmgp.objective import TrainingBatch
 from posthoc.likelihoods.base import Gaussian, Likelihood, columns
 from posthoc.optional import require
@@ -123,7 +124,7 @@ class GP(Method):
             training,
             score=validation_score(head, job.val) if job.val is not None else None,
             checkpoint=job.checkpoint,
-            cuda_graph=False,  # a Cholesky factor that fails has to warn or raise
+            way="plain",  # a Cholesky factor that fails must be able to say so
         )
         self.head, self.training, self.history, self._posterior = head, training, history, None
 

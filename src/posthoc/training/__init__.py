@@ -1,11 +1,11 @@
-"""The training loop, which knows an objective and its parameters but not what they mean."""
+"""The one training loop: it knows an objective and its parameters, nothing of what they mean."""
 
 from posthoc.training.batches import Block, Source, drawn_rows
 from posthoc.training.checkpoint import Checkpoint
 from posthoc.training.distributed import Ranks, slice_of
 from posthoc.training.loop import train
 from posthoc.training.options import History, Training
-from posthoc.training.parallel import run_parallel, single_thread
+from posthoc.training.threads import few_threads, side_by_side
 
 __all__ = [
     "Block",
@@ -15,8 +15,8 @@ __all__ = [
     "Source",
     "Training",
     "drawn_rows",
-    "run_parallel",
-    "single_thread",
+    "few_threads",
+    "side_by_side",
     "slice_of",
     "train",
 ]

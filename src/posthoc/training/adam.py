@@ -1,4 +1,4 @@
-"""Adam on flat vectors: one for each dtype and device, which the ranks and checkpoints use as well."""
+"""Parameters as one vector: what the optimiser, the ranks, the checkpoint and the best copy all want."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-__all__ = ["FlatAdam"]
+__all__ = ["Flat"]
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
-"""Adam's usual constants."""
+"""Adam's usual values."""
 
 
-class FlatAdam:
-    """Adam on parameters that are views of one vector for each dtype and device, until `release`.
-
-    Args:
-        parameters: those that require no gradient are left alone.
-    """
+class Flat:
+    """Parameters that live in one vector for each dtype and device, with their gradients and Adam's moments beside
+    them, until `release`."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -28,7 +25,8 @@ class FlatAdam:
             groups.setdefault((p.dtype, p.device), []).append(p)
         self.values: list[Tensor] = []
         self.grads: list[Tensor] = []
-        for members in groups.values():
+        self.groups = list(groups.values())
+        for members in self.groups:
             values = torch.cat([p.detach().reshape(-1) for p in members])
             grads = torch.zeros_like(values)
             sizes = [p.numel() for p in members]
@@ -40,6 +38,14 @@ class FlatAdam:
         self.second = [torch.zeros_like(v) for v in self.values]
         self.counts = [torch.zeros((), dtype=torch.float32, device=v.device) for v in self.values]
 
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def vectors(self, parts: Iterable[Tensor]) -> list[Tensor]:
+        """What belongs to each parameter, put together as the parameters are."""
+        of = dict(zip(map(id, self.parameters), parts, strict=True))
+        return [torch.cat([of[id(p)].reshape(-1) for p in members]) for members in self.groups]
+
     def clear(self) -> None:
         """Sets the gradients to zero."""
         for grad in self.grads:
@@ -47,7 +53,7 @@ class FlatAdam:
 
     @torch.no_grad()
     def step(self, lr: float | Tensor) -> None:
-        """Takes one step; `lr` is a tensor () on the device where a CUDA graph is captured."""
+        """One step of Adam."""
         adam(
             self.values,
             self.grads,
@@ -68,7 +74,7 @@ class FlatAdam:
 
     @property
     def state(self) -> list[Tensor]:
-        """All tensors that a step changes: values, moments and counts."""
+        """All that a step changes."""
         return [*self.values, *self.first, *self.second, *self.counts]
 
     def snapshot(self) -> list[Tensor]:
@@ -77,16 +83,16 @@ class FlatAdam:
 
     @torch.no_grad()
     def restore(self, snapshot: list[Tensor]) -> None:
-        """Copies a snapshot back; a list of the values alone leaves the moments as they are."""
+        """Goes back to a snapshot: of the state, or of the values alone."""
         for tensor, kept in zip(self.state, snapshot, strict=False):
             tensor.copy_(kept)
 
     @property
     def finite(self) -> bool:
-        """Whether all values are finite."""
+        """Whether every value still is a number."""
         return all(bool(v.isfinite().all()) for v in self.values)
 
     def release(self) -> None:
-        """Gives every parameter its own memory again, without a gradient."""
+        """Gives every parameter memory of its own again, and no gradient."""
         for p in self.parameters:
             p.data, p.grad = p.data.clone(), None

@@ -1,4 +1,4 @@
-"""Sources of batches. Batches are read in blocks, and a step has the same batch whenever and wherever it is read."""
+"""Where batches come from: blocks of them, read or drawn ahead, the same for the same step whoever asks and when."""
 
 from __future__ import annotations
 
@@ -12,62 +12,50 @@ from torch import Tensor
 __all__ = ["Block", "Source", "drawn_rows", "tensors"]
 
 PAGE = 64
-"""Number of batches drawn from one seed."""
+"""Batches drawn from one seed."""
 
 
 class Block(Protocol):
-    """Several batches, stacked: each tensor has one more axis in front."""
+    """Some batches, stacked: every tensor in it has one more axis in front. A batch is what `map` makes of it."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The block with `change` applied to each tensor."""
+        """The same with every tensor changed."""
         ...
 
 
 def tensors(block: Block) -> list[Tensor]:
     """The tensors of a block, in the order of its `map`."""
-    parts: list[Tensor] = []
+    found: list[Tensor] = []
 
-    def append(tensor: Tensor) -> Tensor:
-        parts.append(tensor)
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
         return tensor
 
-    block.map(append)
-    return parts
+    block.map(note)
+    return found
 
 
 class Source(Protocol):
-    """Batches by step, so that a run can be resumed."""
+    """Batches by step, so that a run can go on where another one stopped."""
 
     ahead: int
-    """The largest number of batches to read at once."""
+    """At most so many batches are asked for at once."""
     fixed: bool
     """Whether all batches have the same shapes."""
     weight: float
-    """The share of each batch that this process has; 1 if it is alone."""
+    """The share of each batch that this process has, 1 where it is alone."""
 
     def block(self, step: int, count: int) -> Block:
-        """The batches of `count` steps, from `step` on."""
+        """The batches of the steps from `step` on."""
         ...
 
 
-def drawn_rows(n: int, size: int, seed: int, step: int, count: int) -> Tensor:
-    """Rows for the batches of some steps, drawn with replacement.
-
-    The rows of a step depend on the seed and the step alone, so that a resumed run draws the same ones.
-
-    Args:
-        n: number of rows to draw from.
-        size: rows in a batch.
-        seed: the seed.
-        step: the first step.
-        count: number of steps.
-
-    Returns:
-        Row numbers (count, size).
-    """
+def drawn_rows(n: int, size: int, seed: int, step: int, count: int) -> Tensor:  # (count, size)
+    """Rows below n for the batches of some steps, drawn with replacement: a step costs the same whatever n is. The
+    rows of a step depend on the seed and the step alone, so nothing need be remembered in order to go on."""
     pages = []
     for page in range(step // PAGE, (step + count - 1) // PAGE + 1):
-        # The generator uses 32 bits of its seed: a hash mixes seed and page into them.
+        # A hash, since the generator looks at 32 bits of its seed, which seed and page have to share.
         mixed = hashlib.sha256(f"{seed}/{page}".encode()).digest()[:4]
         generator = torch.Generator().manual_seed(int.from_bytes(mixed, "big"))
         pages.append(torch.randint(n, (PAGE, size), generator=generator))

@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from posthoc.base import Job
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import OptionError
-from posthoc.fmgp.build import START, Layout, classes, places
-from posthoc.fmgp.coordinates import Coordinates, DrawnBatches, PointView
+from posthoc.fmgp.build import SMALL, START, inducing_owners, inducing_places
+from posthoc.fmgp.coordinates import Coordinates
 from posthoc.fmgp.estimator import digest_of
-from posthoc.fmgp.fitted import Head, check_options
+from posthoc.fmgp.fitted import FittedFMGP, check_options
 from posthoc.fmgp.inducing_points import Inducing
-from posthoc.fmgp.making import SMALL
+from posthoc.fmgp.minibatches import DrawnBatches, PointView
 from posthoc.fmgp.objective import Objective
 from posthoc.fmgp.process import Process
-from posthoc.fmgp.scoring import validation_score
 from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood, make_likelihood
 from posthoc.methods.laplace.last_layer import find_last_layer
 from posthoc.methods.ntk.ntk import LastLayerNTK, Pair, gradients
@@ -31,7 +30,7 @@ from posthoc.methods.ntk.tangent_process import Covariances, TangentProcess, fix
 from posthoc.methods.ntk.tangents import NTKMethod, TangentBackbone, Weights, check_classes, positive
 from posthoc.predictive.base import Predictive
 from posthoc.saved import Saved
-from posthoc.training import History, Ranks, Training, single_thread, train
+from posthoc.training import History, Ranks, Training, few_threads, train
 from posthoc.validation import choice, integer
 
 __all__ = ["VaLLA"]
@@ -110,7 +109,7 @@ class VaLLA(NTKMethod):
         if weights == "all" and not (inducing_classes is None and isinstance(inducing, str)):
             raise OptionError('With weights="all" inducing points are drawn from the data: leave them out.')
         self.history = History()
-        self.head: Head | None = None
+        self.head: FittedFMGP | None = None
 
     @property
     def likelihood(self) -> Likelihood:
@@ -163,12 +162,12 @@ class VaLLA(NTKMethod):
         head = self._untrained(job.train.only("features"), likelihood)
         ranks.share(list(head.buffers()))
         view = PointView(job.train.only("features"), head.coordinates)
-        score = validation_score(head, job.val) if job.val is not None else None
+        score = head.validation_score(job.val) if job.val is not None else None
         if score is not None and self.prior_variance is None and self.training.steps:
             start_where_best(head, score)
         draws = torch.Generator(device).manual_seed(seed) if likelihood.draws else None
         m, batch = len(head.process.l_raw), self.training.batch_size
-        with single_thread(m * m * max(m, batch) < SMALL):
+        with few_threads(m * m * max(m, batch) < SMALL):
             history = train(
                 Objective(head.process, likelihood, self.alpha, job.num_data, generator=draws),
                 head.parameters(),
@@ -180,7 +179,7 @@ class VaLLA(NTKMethod):
             )
         self.head, self.history = head, history
 
-    def _untrained(self, outputs: Outputs, likelihood: Likelihood) -> Head:
+    def _untrained(self, outputs: Outputs, likelihood: Likelihood) -> FittedFMGP:
         """The process as it starts: outputs have a mean prior variance of one, unless σ₀² is given."""
         device, generator = next(likelihood.parameters()).device, torch.Generator().manual_seed(self.training.seed)
         units = torch.ones(outputs.outputs[0].numel(), dtype=torch.float64, device=device)
@@ -199,15 +198,16 @@ class VaLLA(NTKMethod):
             process = TangentProcess(kernel, found.among().to(device), found.classes.to(device), fixed_coupling(units))
             size = process.split(sample["features"])[1].diagonal(dim1=1, dim2=2).mean(0)
         else:
-            layout = Layout(self.inducing, self.inducing_classes, self.num_inducing, None)
-            z = {space: block.to(device) for space, block in places(layout, view, generator).items()}
-            inducing = Inducing(z, classes(layout, len(z["features"]), len(units), generator))
+            places = inducing_places(self.inducing, self.num_inducing, view, generator)
+            z = {space: block.to(device) for space, block in places.items()}
+            owners = inducing_owners(self.inducing_classes, len(z["features"]), len(units), generator)
+            inducing = Inducing(z, owners)
             process = Process(kernel, inducing, len(units), fixed_coupling(units), start=START)
             size = kernel.diag(sample).mean().detach()
         prior = self.prior_variance or 1.0 / float((size * units.square()).mean().clamp_min(1e-300))
         nn.init.constant_(kernel.log_variance, math.log(prior))
         kernel.requires_grad_(self.prior_variance is None)
-        return Head(process, coordinates, likelihood)
+        return FittedFMGP(process, coordinates, likelihood)
 
     def _predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
         head = self.head
@@ -260,13 +260,15 @@ class VaLLA(NTKMethod):
         kernel = LastLayerNTK(bias=shape["kernel"]["bias"])
         place = method._home()
         if method.weights == "last":
-            head = Head.rebuild(saved, shape, kernel, copy.deepcopy(method._likelihood))
+            head = FittedFMGP.rebuild(saved, shape, kernel, copy.deepcopy(method._likelihood))
         else:
             head = method._rebuild_all(saved, shape, kernel, place)
         method.head = head.to(place)
         return method
 
-    def _rebuild_all(self, saved: Saved, shape: dict[str, Any], kernel: LastLayerNTK, place: torch.device) -> Head:
+    def _rebuild_all(
+        self, saved: Saved, shape: dict[str, Any], kernel: LastLayerNTK, place: torch.device
+    ) -> FittedFMGP:
         m, outputs, jacobian = shape["num_inducing"], shape["num_outputs"], self._jacobian()
         check_options(saved, {**shape, "spaces": {"features": m}})  # z is their covariance
         blank = torch.zeros(m, m, dtype=torch.float64)
@@ -274,7 +276,7 @@ class VaLLA(NTKMethod):
         process = TangentProcess(kernel, blank, torch.zeros(m, dtype=torch.long), coupling)
         likelihood = copy.deepcopy(self._likelihood)
         saved.shape(likelihood)
-        head = Head(process, Coordinates(shape["spaces"], shape["default_space"]), likelihood)
+        head = FittedFMGP(process, Coordinates(shape["spaces"], shape["default_space"]), likelihood)
         state: dict[str, Tensor] = head.state_dict()
         saved.check({**state, "gradients": (m, jacobian.size)})
         head.load_state_dict({name: saved.tensors[name] for name in state})
@@ -285,7 +287,7 @@ class VaLLA(NTKMethod):
 
 
 @torch.no_grad()
-def start_where_best(head: Head, score: Callable[[], float]) -> None:
+def start_where_best(head: FittedFMGP, score: Callable[[], float]) -> None:
     """Sets σ₀² to the best power of ten, relative to what it is. Data that the network has memorised only ever ask for
     less variance: where training starts is then as important as where it stops."""
     kernel = head.process.kernel

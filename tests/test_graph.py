@@ -19,18 +19,17 @@ from torch import Tensor, nn
 
 from posthoc import FMGP, RBF, Categorical, NotPSDError, Outputs, PosthocError, PosthocWarning, TrainingError
 from posthoc.collect import open_outputs, save_outputs
-from posthoc.fmgp.coordinates import DrawnBatches, Prefetch
+from posthoc.fmgp.minibatches import DrawnBatches, Prefetch
 from posthoc.numerics import cholesky
 from posthoc.training import History, Training, drawn_rows, train
-from posthoc.training.adam import FlatAdam
+from posthoc.training.adam import Flat
 from posthoc.training.cuda_graph import GraphSteps
 from posthoc.training.distributed import Ranks
-from posthoc.training.loop import PlainSteps
+from posthoc.training.steps import PlainSteps
 from tests.cases import numbers, same
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that CUDA knows")
 
-CUDA_GRAPH = {None: None, "graph": True, "plain": False}
 WIDTH, STEPS = 5, 120
 SMALL: dict[str, Any] = {"steps": STEPS, "num_inducing": 20, "batch_size": 50, "eval_every": 30, "patience": None}
 
@@ -60,7 +59,7 @@ def fit(case: str, *, way: str | None = None, options: dict[str, Any] | None = N
     likelihood, own, data = CASES[case]
     method = FMGP(None, likelihood, device="cuda", **{**SMALL, **own, **(options or {})})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("posthoc.fmgp.making.train", functools.partial(train, cuda_graph=CUDA_GRAPH[way]))
+        patch.setattr("posthoc.fmgp.build.train", functools.partial(train, way=way))
         return method.fit(more.pop("data", None) or data(400), **more)
 
 
@@ -212,7 +211,7 @@ def descend(
         [parameter],
         Same(device),
         Training(steps=steps, lr=0.1),
-        cuda_graph=CUDA_GRAPH[way],
+        way=way,
     )
     return parameter.detach().cpu(), history
 
@@ -284,7 +283,7 @@ def test_data_on_the_host_give_the_numbers_of_resident_ones(
                 away.append(self.reader is not None)
 
         few = {"steps": 30, "batch_size": 20, "eval_every": 7}  # which look at fewer rows than there are
-        monkeypatch.setattr("posthoc.fmgp.making.DrawnBatches", Noting)
+        monkeypatch.setattr("posthoc.fmgp.build.DrawnBatches", Noting)
         return fit(case, options=few, data=data, val=CASES[case][2](50, seed=1)), away
 
     data = CASES[case][2](2000)
@@ -293,7 +292,7 @@ def test_data_on_the_host_give_the_numbers_of_resident_ones(
     if mapped:
         save_outputs(data, tmp_path / "outputs")
         data = open_outputs(tmp_path / "outputs")
-    monkeypatch.setattr("posthoc.fmgp.making.KEPT_AWAY", 0)
+    monkeypatch.setattr("posthoc.fmgp.build.LARGE_OUTPUTS", 0)
     kept, where = run(data)
     assert where == [True]
     assert data.outputs.device.type == "cpu"
@@ -314,7 +313,7 @@ def test_reading_ahead_does_not_disturb_the_capture(monkeypatch: pytest.MonkeyPa
     few = {"steps": 30, "batch_size": 10, "eval_every": 10}
     data = classes(1000, c=10)
     expected = fit("ten classes", options=few, data=data)
-    monkeypatch.setattr("posthoc.fmgp.making.KEPT_AWAY", 0)
+    monkeypatch.setattr("posthoc.fmgp.build.LARGE_OUTPUTS", 0)
     monkeypatch.setattr(DrawnBatches, "_read", long)
     found = fit("ten classes", options=few, data=data)
     assert same(numbers(found), numbers(expected))
@@ -335,7 +334,7 @@ def test_a_graph_is_for_one_gpu_batches_of_one_shape_and_no_draws() -> None:
     assert not GraphSteps.possible(gpu, together, fixed, None)
     assert not GraphSteps.possible(gpu, alone, fresh, None)
     assert not GraphSteps.possible(gpu, alone, fixed, torch.Generator())
-    assert not GraphSteps.possible(FlatAdam([nn.Parameter(torch.zeros(2))]), alone, Same("cpu"), None)
+    assert not GraphSteps.possible(Flat([nn.Parameter(torch.zeros(2))]), alone, Same("cpu"), None)
 
 
 class PretendedGraph:

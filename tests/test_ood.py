@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posthoc import FMGP, RBF, DataError, OptionError, Outputs
-from posthoc.fmgp.ood import FAR, FLOOR, Novelty, lead
+from posthoc.fmgp.ood import FAR_LEVEL, FLOOR_LEVEL, OutOfDistribution, top_margin
 from posthoc.predictive.latent import IndependentLatent, Widened
 
 G = torch.Generator
@@ -32,15 +32,15 @@ def classified(n: int = 400, seed: int = 0) -> Outputs:
 
 def test_distance_is_mahalanobis_of_the_direction():
     x, new = features(), features(50, seed=1)
-    novelty = Novelty.of(x)
-    assert novelty is not None
+    ood = OutOfDistribution.of(x)
+    assert ood is not None
     order = torch.randperm(len(x), generator=G().manual_seed(0))[::2]
     half = (x / x.norm(dim=1, keepdim=True))[order].numpy()
     away = (new / new.norm(dim=1, keepdim=True)).numpy() - half.mean(0)
     # Lengths are gone, so one direction is nearly constant: what is compared must not divide by it.
     inverse = np.linalg.pinv(np.cov(half.T, bias=True), rcond=1e-12)
     expected = np.einsum("nd,de,ne->n", away, inverse, away) / x.shape[1]
-    np.testing.assert_allclose(novelty.distance(new), expected, rtol=1e-6)
+    np.testing.assert_allclose(ood.distance(new), expected, rtol=1e-6)
 
 
 def allowance(share: float) -> float:
@@ -49,79 +49,79 @@ def allowance(share: float) -> float:
 
 
 def test_nothing_is_added_within_the_distance_that_most_points_keep():
-    novelty = Novelty.of(features())
-    assert novelty is not None
+    ood = OutOfDistribution.of(features())
+    assert ood is not None
     new = features(4000, seed=2)
-    d, outputs = novelty.distance(new), torch.randn(4000, 3, generator=G().manual_seed(0))
+    d, outputs = ood.distance(new), torch.randn(4000, 3, generator=G().manual_seed(0))
     ahead = outputs.double().max(-1).values - (outputs.double().sort(-1).values[:, :2]).mean(-1)
-    novelty.strength = torch.tensor(7.0, dtype=torch.float64)
-    more = novelty.more_variance(d, outputs)
-    assert float((more == 0).double().mean()) == pytest.approx(FAR, abs=allowance(FAR))
-    excess = (d / novelty.quantiles[2] - 1.0).clamp_min(0)
+    ood.strength = torch.tensor(7.0, dtype=torch.float64)
+    more = ood.extra_variance(d, outputs)
+    assert float((more == 0).double().mean()) == pytest.approx(FAR_LEVEL, abs=allowance(FAR_LEVEL))
+    excess = (d / ood.quantiles[2] - 1.0).clamp_min(0)
     torch.testing.assert_close(more, 7.0 * ahead**2 * excess**3)
 
 
 def test_the_scale_follows_a_power_of_the_distance_from_a_floor_up():
-    novelty = Novelty.of(features())
-    assert novelty is not None
-    d = novelty.distance(features(4000, seed=2))
-    novelty.slope = 0.3
-    stretch = novelty.stretch(d).squeeze(-1)
+    ood = OutOfDistribution.of(features())
+    assert ood is not None
+    d = ood.distance(features(4000, seed=2))
+    ood.exponent = 0.3
+    stretch = ood.logit_scale(d).squeeze(-1)
     least = stretch.min()
-    assert float((stretch == least).double().mean()) == pytest.approx(FLOOR, abs=allowance(FLOOR))
+    assert float((stretch == least).double().mean()) == pytest.approx(FLOOR_LEVEL, abs=allowance(FLOOR_LEVEL))
     assert float((stretch < 1).double().mean()) == pytest.approx(0.5, abs=allowance(0.5))
     above = stretch > least
-    torch.testing.assert_close(stretch[above], (d[above] / novelty.quantiles[1]) ** 0.3)
-    assert torch.equal(novelty.stretch(torch.zeros(1, dtype=torch.float64)).squeeze(), least)  # not certainty
+    torch.testing.assert_close(stretch[above], (d[above] / ood.quantiles[1]) ** 0.3)
+    assert torch.equal(ood.logit_scale(torch.zeros(1, dtype=torch.float64)).squeeze(), least)  # not certainty
 
 
 def test_who_is_surer_loses_more_and_no_one_is_surer_than_the_distance_allows():
-    novelty = Novelty.of(features())
-    assert novelty is not None
-    novelty.strength = torch.tensor(1.0, dtype=torch.float64)
+    ood = OutOfDistribution.of(features())
+    assert ood is not None
+    ood.strength = torch.tensor(1.0, dtype=torch.float64)
     new = -features(1, seed=4).expand(3, -1)
     outputs = torch.tensor([[1.0, 0.0, 0.0], [10.0, 0.0, 0.0], [1000.0, 0.0, 0.0]])
-    more = novelty.more_variance(novelty.distance(new), outputs)
+    more = ood.extra_variance(ood.distance(new), outputs)
     torch.testing.assert_close(more / more[0], torch.tensor([1.0, 1e2, 1e6], dtype=torch.float64))
     confidence = outputs[:, 0] / (1.0 + more).sqrt()
     torch.testing.assert_close(confidence[1], confidence[2], rtol=1e-2, atol=0.0)
 
 
-def test_outputs_that_are_all_alike_have_no_lead():
+def test_outputs_that_are_all_alike_have_no_top_margin():
     outputs = torch.full((5, 4), 2.5)
-    assert torch.equal(lead(outputs), torch.zeros(5, dtype=torch.float64))
+    assert torch.equal(top_margin(outputs), torch.zeros(5, dtype=torch.float64))
     data = Outputs(torch.zeros(200, 3), torch.arange(200) % 3, features(200).float())
-    flat = FMGP(None, "classification", variance="separable", novelty=1.0, steps=2, num_inducing=5).fit(data)
+    flat = FMGP(None, "classification", variance="separable", ood_strength=1.0, steps=2, num_inducing=5).fit(data)
     assert bool(flat.predict(data).probs.isfinite().all())
 
 
 def test_length_does_not_matter_and_direction_does():
-    novelty = Novelty.of(features())
-    assert novelty is not None
+    ood = OutOfDistribution.of(features())
+    assert ood is not None
     x = features(20, seed=3)
-    torch.testing.assert_close(novelty.distance(100.0 * x), novelty.distance(x))
-    assert float(novelty.distance(-x).min()) > 10 * float(novelty.quantiles[2])
+    torch.testing.assert_close(ood.distance(100.0 * x), ood.distance(x))
+    assert float(ood.distance(-x).min()) > 10 * float(ood.quantiles[2])
 
 
 def test_fewer_rows_than_dimensions_do_not_make_everything_new():
     g = G().manual_seed(0)
     known, new = torch.randn(200, 1000, generator=g), torch.randn(200, 1000, generator=g)
-    novelty = Novelty.of(known)
-    assert novelty is not None
-    inside = float((novelty.distance(new) <= novelty.quantiles[2]).double().mean())
-    assert inside == pytest.approx(FAR, abs=0.15)
-    assert Novelty.of(known[:99]) is None
+    ood = OutOfDistribution.of(known)
+    assert ood is not None
+    inside = float((ood.distance(new) <= ood.quantiles[2]).double().mean())
+    assert inside == pytest.approx(FAR_LEVEL, abs=0.15)
+    assert OutOfDistribution.of(known[:99]) is None
 
 
 def test_constant_and_zero_features_are_no_trouble():
-    assert Novelty.of(torch.ones(200, 3)) is None
-    assert Novelty.of(torch.zeros(200, 3)) is None
+    assert OutOfDistribution.of(torch.ones(200, 3)) is None
+    assert OutOfDistribution.of(torch.zeros(200, 3)) is None
     corners = torch.eye(3)[torch.randint(3, (200,), generator=G().manual_seed(0))]
-    novelty = Novelty.of(corners)
-    assert novelty is not None
-    d = novelty.distance(torch.cat([corners, torch.zeros(1, 3)]))
-    assert bool(novelty.more_variance(d, torch.rand(201, 4)).isfinite().all())
-    assert bool((novelty.stretch(d) > 0.0).all())
+    ood = OutOfDistribution.of(corners)
+    assert ood is not None
+    d = ood.distance(torch.cat([corners, torch.zeros(1, 3)]))
+    assert bool(ood.extra_variance(d, torch.rand(201, 4)).isfinite().all())
+    assert bool((ood.logit_scale(d) > 0.0).all())
 
 
 def test_widened_latent_is_the_sum_of_two():
@@ -138,35 +138,35 @@ def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
     known, new = classified(300, seed=1), classified(300, seed=1)
     new = Outputs(new.outputs, features=-new.features)
     quick = {"variance": "separable", "steps": 20, "num_inducing": 10}
-    wary, plain = (FMGP(None, "classification", novelty=n, **quick).fit(data) for n in (0.5, 0.0))
-    near, without = wary.predict(known), plain.predict(known)
+    bayes, plain = (FMGP(None, "classification", ood_strength=n, **quick).fit(data) for n in (0.5, 0.0))
+    near, without = bayes.predict(known), plain.predict(known)
     assert float((near.probs == without.probs).all(-1).double().mean()) > 0.6
     assert bool((near.variance >= without.variance).all())
     assert torch.equal(near.probs.argmax(-1), known.outputs.argmax(-1))
-    far = wary.predict(new)
+    far = bayes.predict(new)
     assert float(far.entropy().min()) > float(plain.predict(new).entropy().max())
     assert float(far.entropy().min()) > 0.8 * math.log(3)
-    wary.save(tmp_path / "head")
+    bayes.save(tmp_path / "head")
     again = FMGP.load(tmp_path / "head")
-    assert again.novelty == wary.novelty
+    assert again.config.ood_strength == bayes.config.ood_strength
     assert torch.equal(again.predict(new).probs, far.probs)
 
 
 def test_a_slope_trusts_usual_points_more_and_unusual_ones_less(tmp_path):
     data, new = classified(), classified(300, seed=1)
-    wary = FMGP(None, "classification", variance="separable", novelty=1.0, steps=20, num_inducing=10).fit(data)
-    assert wary.head is not None
-    assert wary.head.novelty is not None
-    before = wary.predict(new)
-    wary.head.novelty.slope = 0.4
-    after = wary.predict(new)
-    factor = wary.head.novelty.stretch(wary.head.novelty.distance(new.features))
+    bayes = FMGP(None, "classification", variance="separable", ood_strength=1.0, steps=20, num_inducing=10).fit(data)
+    assert bayes.head is not None
+    assert bayes.head.ood is not None
+    before = bayes.predict(new)
+    bayes.head.ood.exponent = 0.4
+    after = bayes.predict(new)
+    factor = bayes.head.ood.logit_scale(bayes.head.ood.distance(new.features))
     torch.testing.assert_close(after.log_probs, (before.log_probs.double() / factor).log_softmax(-1).float())
     torch.testing.assert_close(after.variance, (before.variance * factor**2).float())
     assert torch.equal((after.entropy() > before.entropy()), factor.squeeze(-1) > 1)
     assert torch.equal(after.probs.argmax(-1), new.outputs.argmax(-1))
     assert torch.equal(after.mean, before.mean)
-    wary.save(tmp_path / "head")
+    bayes.save(tmp_path / "head")
     assert torch.equal(FMGP.load(tmp_path / "head").predict(new).probs, after.probs)
 
 
@@ -175,42 +175,42 @@ def test_wide_features_take_their_directions_from_some_rows():
     x = torch.randn(3000, 20, generator=g) @ torch.randn(20, 1500, generator=g) + 0.1 * torch.randn(
         3000, 1500, generator=g
     )
-    novelty = Novelty.of(x[:2500])
-    assert novelty is not None
-    identity = torch.eye(novelty.basis.shape[1], dtype=torch.float64)
-    torch.testing.assert_close(novelty.basis.mT @ novelty.basis, identity, rtol=0, atol=1e-8)
-    inside = float((novelty.distance(x[2500:]) <= novelty.quantiles[2]).double().mean())
-    assert inside == pytest.approx(FAR, abs=0.1)
-    assert float(novelty.distance(torch.randn(50, 1500, generator=g)).min()) > 2 * float(novelty.quantiles[2])
+    ood = OutOfDistribution.of(x[:2500])
+    assert ood is not None
+    identity = torch.eye(ood.basis.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(ood.basis.mT @ ood.basis, identity, rtol=0, atol=1e-8)
+    inside = float((ood.distance(x[2500:]) <= ood.quantiles[2]).double().mean())
+    assert inside == pytest.approx(FAR_LEVEL, abs=0.1)
+    assert float(ood.distance(torch.randn(50, 1500, generator=g)).min()) > 2 * float(ood.quantiles[2])
 
 
 def test_it_is_for_classes_with_features():
     data = classified()
     quick = {"steps": 2, "num_inducing": 5}
-    assert FMGP(None, "classification", novelty=0.0, **quick).fit(data).head.novelty is None
+    assert FMGP(None, "classification", ood_strength=0.0, **quick).fit(data).head.ood is None
     reals = Outputs(data.outputs, data.outputs + 1.0, data.features)
-    assert FMGP(None, "regression", novelty=0.5, **quick).fit(reals).head.novelty is None
+    assert FMGP(None, "regression", ood_strength=0.5, **quick).fit(reals).head.ood is None
     bare = Outputs(data.outputs, data.targets)
-    assert FMGP(None, "classification", novelty=0.5, **quick).fit(bare).head.novelty is None
-    wary = FMGP(None, "classification", novelty=0.5, kernel=RBF(on="outputs"), **quick).fit(data)
-    assert wary.head.novelty is not None
-    with pytest.raises(DataError, match="Expected features of width 6 as in fit, which novelty looks at, got none"):
-        wary.predict(bare)
+    assert FMGP(None, "classification", ood_strength=0.5, **quick).fit(bare).head.ood is None
+    bayes = FMGP(None, "classification", ood_strength=0.5, kernel=RBF(on="outputs"), **quick).fit(data)
+    assert bayes.head.ood is not None
+    with pytest.raises(DataError, match=r"Expected features of width 6 as in fit, .* got none"):
+        bayes.predict(bare)
 
 
 def test_a_network_is_asked_for_its_features_where_novelty_needs_them():
     data = classified()
     net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-    wary = FMGP(net, "classification", kernel=RBF(on="inputs"), novelty=0.5, steps=2, num_inducing=5)
-    wary.fit((data.features, data.targets))
-    assert wary.head is not None
-    assert wary.head.novelty is not None
+    bayes = FMGP(net, "classification", kernel=RBF(on="inputs"), ood_strength=0.5, steps=2, num_inducing=5)
+    bayes.fit((data.features, data.targets))
+    assert bayes.head is not None
+    assert bayes.head.ood is not None
     with torch.no_grad():
         said = Outputs(net(data.features), features=net[:2](data.features), inputs=data.features)
-    torch.testing.assert_close(wary.predict(data.features).variance, wary.predict(said).variance)
+    torch.testing.assert_close(bayes.predict(data.features).variance, bayes.predict(said).variance)
 
 
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, "much"])
 def test_a_novelty_that_is_no_number_is_refused(value):
-    with pytest.raises(OptionError, match="Expected novelty to be a number of at least 0"):
-        FMGP(None, "classification", novelty=value)
+    with pytest.raises(OptionError, match="Expected ood_strength to be a number of at least 0"):
+        FMGP(None, "classification", ood_strength=value)

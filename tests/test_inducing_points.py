@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posthoc import FMGP, Outputs, PosthocWarning
-from posthoc.fmgp import selection as plans
+from posthoc.fmgp import selection
 from posthoc.fmgp.inducing_points import distinct, kmeans, per_class, random_classes, random_points
 
 
@@ -85,13 +85,13 @@ def test_only_the_fit_that_is_kept_warns_of_fewer_points(task, inducing, m, warn
         y = features[:, :2] * torch.randn(250, 2, generator=g)
     else:
         y = torch.arange(250) % 2
-        chosen = plans.choose
+        compare = selection.compare
 
-        def tried(job, candidates, *more):
-            chosen(job, candidates, *more)
-            return plans.Decision(candidates[0])  # temperature scaling has no points to speak of
+        def compared(job, forms, *more):
+            compare(job, forms, *more)
+            return selection.Selection(forms[0], "")  # temperature scaling has a single inducing point
 
-        monkeypatch.setattr("posthoc.fmgp.estimator.choose", tried)
+        monkeypatch.setattr(selection, "compare", compared)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PosthocWarning)
         bayes = FMGP(None, task, inducing=inducing, num_inducing=m, steps=60, lr=0.05).fit(
@@ -138,6 +138,6 @@ def test_given_points_are_used_in_the_users_units():
     outputs = Outputs(torch.randn(40, 2), torch.randn(40, 2), features)
     bayes = FMGP(None, "regression", inducing=features[:5], inducing_classes=[0, 1, 0, 1, 1], steps=0).fit(outputs)
     process, coordinates = bayes.head.process, bayes.head.coordinates
-    expected = coordinates.standardise({"features": features[:5]})["features"]
+    expected = coordinates.standardize({"features": features[:5]})["features"]
     torch.testing.assert_close(process.z["features"].detach(), expected[[0, 2, 1, 3, 4]])
     assert process.z_class.tolist() == [0, 0, 1, 1, 1]

@@ -1,0 +1,354 @@
+"""The form of a classifier's variance, where none was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posthoc import FMGP, Categorical, NotFittedError, Outputs, PosthocWarning, Temperature, load
+from posthoc.base import Job
+from posthoc.fmgp import selection
+from posthoc.fmgp.config import shortened
+from posthoc.fmgp.selection import (
+    SELECTION,
+    TEMPERATURE_SCALING,
+    HeldOut,
+    Record,
+    Selection,
+    VarianceForm,
+    candidates,
+    compare,
+)
+from posthoc.likelihoods.recalibration import NONE, Recalibration
+from posthoc.training import Training
+
+G = torch.Generator
+QUICK: dict[str, Any] = {"steps": 60, "lr": 0.02, "num_inducing": 20}
+ONE, TEN = VarianceForm("separable", prior=1.0), VarianceForm("separable", prior=10.0)
+WITHOUT, WITH = 0.0, SELECTION.ood_strength
+
+
+def data(n: int = 1200, *, wrong: bool = False, classes: int = 3, seed: int = 0) -> Outputs:
+    """Logits that are right on average, or that mean nothing in one half of the features' space."""
+    g = G().manual_seed(seed)
+    logits = 2.0 * torch.randn(n, classes, generator=g)
+    features = torch.randn(n, 2, generator=g)
+    y = torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1)
+    noise = torch.randint(classes, (n,), generator=g)
+    return Outputs(logits, torch.where(features[:, 0] > 0, noise, y) if wrong else y, features)
+
+
+def change(monkeypatch: pytest.MonkeyPatch, **constants: float) -> None:
+    monkeypatch.setattr(selection, "SELECTION", replace(SELECTION, **constants))
+
+
+def job(train: Outputs, val: Outputs | None = None) -> Job:
+    return Job(train, val, len(train), train, None)
+
+
+def said(y: torch.Tensor, sureness: float, *, off: float = 1.0, seed: int = 0) -> torch.Tensor:
+    """Log-probabilities that favour what is true by so much, more or less: the more, the better they know."""
+    scores = torch.randn(len(y), 3, generator=G().manual_seed(seed)) * off
+    return (scores + sureness * torch.nn.functional.one_hot(y, 3)).log_softmax(-1)
+
+
+def decide(n: int = 900, **log_p: Any) -> Selection:
+    """The decision among candidates with given losses: functions of the targets, by name."""
+    named = {"scaled": TEMPERATURE_SCALING, "one": ONE, "ten": TEN}
+
+    def attempt(trial: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
+        name = next(k for k, v in named.items() if v == form)
+        found = log_p[name](unseen.targets)
+        return found if isinstance(found, dict) else {WITHOUT: found}
+
+    return compare(job(data(n)), [named[k] for k in log_p if k != "scaled"], attempt)
+
+
+def too_sure_in_places(y: torch.Tensor) -> torch.Tensor:
+    """Sure of half its rows, which are right, and too sure of the others, beyond what a temperature can mend."""
+    rows = torch.arange(len(y))
+    top = torch.where(rows % 4 < 3, y, (y + 1) % 3)
+    sure = torch.where(rows % 4 < 2, 6.0, 1.5)
+    return (sure[:, None] * torch.nn.functional.one_hot(top, 3)).log_softmax(-1)
+
+
+def right(share: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """All rows but one in so many are right, and the confidence says so."""
+
+    def found(y: torch.Tensor) -> torch.Tensor:
+        top = torch.where(torch.arange(len(y)) % share > 0, y, (y + 1) % 3)
+        p = torch.full((len(y), 3), 0.5 / share)
+        return p.scatter(-1, top[:, None], 1.0 - 1.0 / share).log()
+
+    return found
+
+
+def test_the_best_on_rows_held_out_is_chosen():
+    assert decide(scaled=lambda y: said(y, 0.5), one=lambda y: said(y, 1.0), ten=lambda y: said(y, 0.7)).form == ONE
+    assert decide(scaled=lambda y: said(y, 0.5), one=lambda y: said(y, 0.8), ten=lambda y: said(y, 1.0)).form == TEN
+
+
+def test_temperature_scaling_stays_unless_another_is_clearly_better():
+    assert decide(scaled=lambda y: said(y, 1.0, seed=1), one=lambda y: said(y, 1.0, seed=2)).form == TEMPERATURE_SCALING
+    assert decide(scaled=lambda y: said(y, 1.0), one=lambda y: said(y, 0.5)).form == TEMPERATURE_SCALING
+
+
+def test_being_better_does_not_buy_being_badly_calibrated(monkeypatch):
+    flat = lambda y: said(y, 0.3, off=0.0)  # noqa: E731
+    assert decide(scaled=flat, one=too_sure_in_places).form == ONE
+    change(monkeypatch, calibration_price=1e6, calibration_slack=-1.0)
+    assert decide(scaled=flat, one=too_sure_in_places).form == TEMPERATURE_SCALING
+
+
+def test_who_is_badly_calibrated_does_not_put_out_who_is_not(monkeypatch):
+    """Else a great gain would be lost with the one that may not have it."""
+    change(monkeypatch, calibration_price=1e6)
+    found = decide(scaled=right(2), one=too_sure_in_places, ten=right(3))
+    assert found.form == TEN
+
+
+def test_too_much_confidence_is_corrected():
+    g = G().manual_seed(0)
+    logits = 2.0 * torch.randn(3000, 3, generator=g)
+    y = torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1)
+    rows = Outputs(logits, y)
+
+    def attempt(trial: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
+        return {WITHOUT: (unseen.outputs * (0.05 if form == TEMPERATURE_SCALING else 2.0)).log_softmax(-1)}
+
+    found = compare(job(rows), [ONE], attempt)
+    assert found.form == ONE
+    assert found.recalibration.temperature == pytest.approx(2.0, rel=0.15)
+
+
+def unsteady(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`right(3)`, but too sure of every other row and too unsure of the rest: the worse the more, and no temperature
+    mends it."""
+
+    def found(y: torch.Tensor) -> torch.Tensor:
+        sureness = 1.0 + size * (-1.0) ** (torch.arange(len(y)) // 3)
+        return (sureness[:, None] * right(3)(y)).log_softmax(-1)
+
+    return found
+
+
+def test_ood_strength_may_cost_known_rows_next_to_nothing():
+    for size, taken in ((0.05, WITH), (0.5, WITHOUT)):
+        wary = unsteady(size)
+        found = decide(scaled=right(2), one=lambda y: {WITHOUT: right(3)(y), WITH: wary(y)})  # noqa: B023
+        assert (found.form, found.ood_strength) == (ONE, taken)
+    assert decide(scaled=right(3)).ood_strength == WITHOUT
+
+
+def test_temperature_scaling_pays_nothing_for_ood_strength():
+    """Who falls back to it must not lose to it."""
+    assert decide(n=9000, scaled=lambda y: {WITHOUT: right(3)(y), WITH: unsteady(0.01)(y)}).ood_strength == WITHOUT
+    assert decide(scaled=lambda y: {WITHOUT: unsteady(0.5)(y), WITH: right(3)(y)}).ood_strength == WITH
+
+
+def test_confidence_is_corrected_for_the_ood_strength_that_is_taken():
+    def too_unsure(y: torch.Tensor) -> HeldOut:
+        return {WITHOUT: said(y, 1.0), WITH: (0.5 * said(y, 1.1)).log_softmax(-1)}
+
+    found = decide(scaled=lambda y: said(y, 0.5), one=too_unsure)
+    plain = decide(scaled=lambda y: said(y, 0.5), one=lambda y: said(y, 1.0))
+    assert (found.form, found.ood_strength, plain.ood_strength) == (ONE, WITH, WITHOUT)
+    assert found.recalibration.temperature == pytest.approx(0.5 * plain.recalibration.temperature, rel=0.1)
+
+
+def test_confidence_is_corrected_anew_or_as_before_whichever_is_better():
+    bends = set()
+    for seed in range(12):
+        g = G().manual_seed(seed)
+        log_p = (2.0 * torch.randn(600, 4, generator=g, dtype=torch.float64)).log_softmax(-1)
+        y = torch.multinomial(Recalibration(1.0, 0.3).log_probs(log_p).exp(), 1, generator=g).squeeze(1)
+        record, plain = Record(ONE), Selection(ONE, "", Recalibration(1.0, 0.4))
+        record.add({WITHOUT: log_p, WITH: log_p})
+        anew, before = Recalibration.of(log_p.float(), y), plain.recalibration.again(log_p.float(), y)
+        found = selection.with_ood(plain, record, y, max_loss=10.0)
+        losses = [selection.expected_loss(replace(found, recalibration=c), record, y) for c in (anew, before)]
+        assert found.recalibration == (anew if losses[0] <= losses[1] else before)
+        bends.add("before" if found.recalibration == before else "anew")
+    assert bends == {"before", "anew"}
+
+
+def test_each_row_is_held_out_once_and_never_fitted_on_then():
+    n = 601
+    numbered = Outputs(torch.arange(n)[:, None].double().expand(n, 2).clone(), torch.zeros(n, dtype=torch.long))
+    seen: list[tuple[set[int], set[int]]] = []
+
+    def attempt(trial: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
+        if form == TEMPERATURE_SCALING:
+            rows = tuple(set(part.outputs[:, 0].long().tolist()) for part in (trial.train, unseen))
+            seen.append((rows[0], rows[1]))
+            assert trial.num_data == len(trial.train)
+        return {WITHOUT: torch.zeros(len(unseen), 2).log_softmax(-1)}
+
+    compare(job(numbered), [ONE], attempt)
+    assert len(seen) == SELECTION.folds
+    for fitted, unseen in seen:
+        assert not fitted & unseen
+        assert fitted | unseen == set(range(n))
+    assert set.union(*(unseen for _, unseen in seen)) == set(range(n))
+
+
+def test_many_rows_are_held_out_only_once(monkeypatch):
+    change(monkeypatch, enough_rows=100)
+    sizes: list[tuple[int, int]] = []
+
+    def attempt(trial: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
+        sizes.append((len(trial.train), len(unseen)))
+        return {WITHOUT: torch.zeros(len(unseen), 3).log_softmax(-1)}
+
+    compare(job(data(1000)), [], attempt)
+    assert sizes == [(900, 100)]
+
+
+def test_a_hopeless_candidate_is_not_tried_again():
+    tries: list[VarianceForm] = []
+
+    def attempt(trial: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
+        tries.append(form)
+        assert unseen.targets is not None
+        return {WITHOUT: said(unseen.targets, 1.0 if form == TEMPERATURE_SCALING else 0.2)}
+
+    compare(job(data()), [ONE, TEN], attempt)
+    assert tries == [TEMPERATURE_SCALING, ONE, TEN]
+
+
+def test_validation_data_decide_where_there_are_any():
+    train, val = data(SELECTION.min_rows), data(50, seed=1)
+    asked: list[Any] = []
+
+    def attempt(trial: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
+        asked.append((trial.train, trial.val, unseen))
+        return {WITHOUT: torch.zeros(len(unseen), 3).log_softmax(-1)}
+
+    compare(job(train, val), [], attempt)
+    assert asked == [(train, val, val)]
+
+
+def test_what_is_tried_depends_on_how_many_rows_there_are_for_an_output():
+    assert candidates(99, 10) == [VarianceForm("shared")]
+    assert {form.variance for form in candidates(100, 10)} == {"separable"}
+    assert {form.variance for form in candidates(1000, 10)} == {"separable", "per_output"}
+    assert {form.variance for form in candidates(100_000, 33)} == {"separable"}
+
+
+def test_candidates_are_trained_for_a_third_of_the_steps():
+    short = shortened(Training(steps=1000, lr=0.01))
+    assert (short.steps, short.lr) == (334, pytest.approx(0.03))
+    assert shortened(Training(lr=0.2)).lr == 0.2
+    assert shortened(Training(steps=0)).steps == 0
+
+
+def test_a_network_that_is_right_everywhere_keeps_temperature_scaling(tmp_path: Path):
+    train, test = data(), data(500, seed=1)
+    found = FMGP(None, "classification", ood_strength=0.0, **QUICK).fit(train)
+    scaled = Temperature(None, "classification").fit(train)
+    torch.testing.assert_close(found.predict(test).probs, scaled.predict(test).probs, rtol=1e-5, atol=1e-7)
+    found.save(tmp_path / "head")
+    assert torch.equal(load(tmp_path / "head").predict(test).probs, found.predict(test).probs)
+
+
+@pytest.mark.parametrize("classes", [3, 40])
+def test_a_network_that_is_wrong_in_places_gets_a_variance(classes, tmp_path):
+    train, test = (data(2000, wrong=True, classes=classes, seed=seed) for seed in (0, 1))
+    found = FMGP(None, "classification", **{**QUICK, "steps": 200}).fit(train)
+    assert found.head.process.separable
+    assert float(found.predict(test).variance.std()) > 0.01
+    assert torch.equal(found.predict(test).probs.argmax(-1), test.outputs.argmax(-1))
+    scaled = Temperature(None, "classification").fit(train)
+    nll = [-float(m.predict(test).log_prob(test.targets).mean()) for m in (found, scaled)]
+    assert nll[0] < nll[1] - 0.01
+    found.save(tmp_path / "head")
+    again = load(tmp_path / "head")
+    assert again.head.recalibration == found.head.recalibration != NONE
+    assert torch.equal(again.predict(test).probs, found.predict(test).probs)
+
+
+def test_what_was_asked_for_is_not_chosen():
+    train = data()
+
+    def fitted(likelihood="classification", **options):
+        return FMGP(None, likelihood, **options, **QUICK).fit(train)
+
+    assert fitted(variance="shared").head.process.coupling is None
+    own = fitted(variance="per_output")
+    assert own.head.process.coupling is not None
+    assert not own.head.process.separable
+    separable = fitted(variance="separable")
+    assert separable.head.process.separable
+    assert str(separable.selection_) == "separable variance (prior 3): as requested"
+    fixed = fitted(Categorical(temperature=1.0))
+    assert float(fixed.likelihood.temperature.detach()) == 1.0
+    assert fixed.head.process.coupling is not None
+    assert fixed.head.recalibration == NONE
+
+
+def test_few_rows_are_not_compared():
+    found = FMGP(None, "classification", **QUICK).fit(data(SELECTION.min_rows - 1))
+    assert found.head.process.coupling is None  # one variance for all classes
+    assert found.head.recalibration == NONE
+    assert str(found.selection_) == "shared variance: 199 rows are too few to compare forms"
+
+
+def test_one_class_alone_is_worth_a_warning_and_no_selection(monkeypatch):
+    monkeypatch.setattr(selection, "compare", lambda *args: pytest.fail("forms were compared"))
+    train = data(SELECTION.min_rows)
+    with pytest.warns(PosthocWarning, match="All rows to fit on have the same class, 1") as caught:
+        found = FMGP(None, "classification", **QUICK).fit(train.with_targets(torch.ones_like(train.targets)))
+    assert caught[0].filename == __file__
+    assert found.selection_.form.variance == "shared"
+
+
+# What was chosen, and why.
+
+
+def test_the_selection_tells_the_gain_over_temperature_scaling():
+    found = decide(scaled=right(3), one=right(9), ten=lambda y: said(y, -1.0))
+    scaled, one, ten = found.candidates
+    assert (scaled.form, one.form, ten.form) == (TEMPERATURE_SCALING, ONE, TEN)
+    assert (scaled.gain, scaled.standard_error, scaled.rows) == (0.0, 0.0, 900)
+    assert one.gain == pytest.approx(one.log_prob - scaled.log_prob)
+    assert (found.gain, found.standard_error, found.rows) == (one.gain, one.standard_error, 900)
+    assert one.gain > SELECTION.significance * one.standard_error > 0
+    assert (ten.gain < 0, ten.rows) == (True, 300)  # clearly worse on the first fold
+    assert str(found) == (
+        f"separable variance (prior 1): {one.gain:.3f} nats a row better than temperature scaling on 900 held-out rows"
+    )
+    kept = decide(scaled=lambda y: said(y, 1.0, seed=1), one=lambda y: said(y, 1.0, seed=2))
+    assert str(kept) == "temperature scaling: nothing was clearly better on 900 held-out rows"
+    assert kept.gain == 0.0
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_the_selection_is_shown_saved_and_loaded(task, tmp_path):
+    train = data(400, wrong=True)
+    if task == "regression":
+        train = train.with_targets(train.outputs + torch.randn(400, 3, generator=G().manual_seed(1)))
+    bayes = FMGP(None, task, **QUICK)
+    with pytest.raises(NotFittedError, match="before selection_"):
+        _ = bayes.selection_
+    bayes.fit(train)
+    assert str(bayes.selection_) in repr(bayes)
+    bayes.save(tmp_path / "head")
+    assert load(tmp_path / "head").selection_ == bayes.selection_
+    if task == "regression":
+        assert bayes.selection_.residuals == "residuals with a learned distribution, from 400 rows"
+        gaussian = FMGP(None, task, residuals="gaussian", **QUICK).fit(train)
+        assert gaussian.selection_.residuals == "Gaussian residuals, as requested"
+    else:
+        assert bayes.selection_.ood_strength == (0.0 if bayes.head.ood is None else 1.0)
+        assert bayes.selection_.recalibration == bayes.head.recalibration
+
+
+def test_the_requested_ood_strength_is_in_the_selection():
+    for strength, train in ((0.5, data()), (0.0, data()), (0.5, data().only())):
+        bayes = FMGP(None, "classification", variance="separable", ood_strength=strength, **QUICK).fit(train)
+        assert bayes.selection_.ood_strength == (strength if train.features is not None else 0.0)
