@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from posthoc import FMGP
-from posthoc.training import History, Source, Training, few_threads, train
+from posthoc.training import History, Source, Training, single_thread, train
 
 __all__ = ["Call", "Steps", "capture", "fit_with", "same_steps"]
+
+CUDA_GRAPH = {None: None, "graph": True, "plain": False}
+"""The argument of `train` for each way to take steps."""
 
 
 @dataclass
@@ -43,9 +46,11 @@ class Call:
     def run(self, steps: int, way: str | None = None) -> Steps:
         """So many steps from the start, as `fit` takes them."""
         self._restart()
-        with few_threads(self.threads == 1):
+        with single_thread(self.threads == 1):
             options = replace(self.training, steps=steps)
-            history = train(self.objective, self.parameters, self.source, options, **self.others, way=way)
+            history = train(
+                self.objective, self.parameters, self.source, options, **self.others, cuda_graph=CUDA_GRAPH[way]
+            )
         return self._taken(history.losses)
 
     def by_hand(self, steps: int) -> Steps:
@@ -90,7 +95,7 @@ def capture(method: FMGP, data: Any) -> Call:
 
 def fit_with(method: FMGP, data: Any, way: str | None) -> FMGP:
     """A whole fit, with or without the CUDA graph."""
-    with mock.patch("posthoc.fmgp.build.train", partial(train, way=way)):
+    with mock.patch("posthoc.fmgp.build.train", partial(train, cuda_graph=CUDA_GRAPH[way])):
         return method.fit(data)
 
 

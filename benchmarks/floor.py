@@ -1,15 +1,12 @@
 """The least that a step of FMGP can cost: its kernel evaluations, its products, one Cholesky and one triangular solve,
-forward and backward in float64. No data, no likelihood, no reductions, no optimiser; and on a CPU no autograd at work,
-since its operations are recorded once, as those of our steps are."""
+forward and backward in float64. No data, no likelihood, no reductions, no optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-from posthoc.training.recorded import as_they_are, recorded
 
 __all__ = ["floor_step"]
 
@@ -51,16 +48,7 @@ def floor_step(n: int, m: int, d: int, c: int, device: torch.device) -> Callable
 
     cotangents = [1e-3 * torch.ones_like(t) for t in forward()]
 
-    def gradient() -> Sequence[Tensor]:
-        return torch.autograd.grad(forward(), leaves, cotangents)
-
-    again = recorded(gradient, leaves) if device.type == "cpu" else None
-
     def step() -> None:
-        if again is None:
-            gradient()
-            return
-        with as_they_are():
-            again(*leaves)
+        torch.autograd.grad(forward(), leaves, cotangents)
 
     return step

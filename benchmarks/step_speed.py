@@ -44,7 +44,7 @@ from posthoc import FMGP
 from posthoc.fmgp.minibatches import PointView
 from posthoc.fmgp.objective import Objective
 from posthoc.kernels.base import RBF
-from posthoc.training import few_threads
+from posthoc.training import single_thread
 
 TASKS: dict[str, Callable[..., Task]] = {
     "regression": synthetic_regression,
@@ -128,7 +128,7 @@ def variants(task: Task, device: torch.device, check: bool = False, **options: A
     step = floor_step(BATCH, len(process.l_raw), width, process.num_outputs, device)
 
     def floor(steps: int) -> None:
-        with few_threads(device.type == "cpu"):  # which it likes best, as ours does
+        with single_thread(device.type == "cpu"):  # which it likes best, as ours does
             for _ in range(steps):
                 step()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-import random
 import re
 import signal
 import socket
@@ -27,9 +26,9 @@ from posthoc.cli import main
 from posthoc.collect import save_outputs
 from posthoc.io import read_tensors
 from posthoc.training import Checkpoint, History, Ranks
-from posthoc.training.adam import Flat
-from posthoc.training.early_stopping import Keeper
-from posthoc.training.steps import PlainSteps
+from posthoc.training.adam import FlatAdam
+from posthoc.training.early_stopping import EarlyStopping
+from posthoc.training.loop import PlainSteps
 from tests.cases import inputs, labels, mlp, numbers, recorded, same, values
 
 if os.name != "posix":
@@ -117,53 +116,34 @@ def resume_and_save(case: str, folder: Path, out: Path) -> None:
     fit(case, checkpoint=folder, checkpoint_every=EVERY, resume=True).save(out)
 
 
-def take_time() -> None:
-    """Slows this process down, so that there is time to be killed in."""
-    step = PlainSteps.step
-    PlainSteps.step = lambda *args: time.sleep(0.003) or step(*args)  # type: ignore[method-assign, func-returns-value]
+def die(*args: Any) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still alive")
 
 
-def slowly(case: str, folder: Path, out: Path) -> None:
-    take_time()
+def die_after(steps: int) -> None:
+    """Kills this process when it begins another step after so many."""
+    step, taken = PlainSteps.step, iter(range(steps))
+    PlainSteps.step = lambda *args: step(*args) if next(taken, None) is not None else die()  # type: ignore[method-assign]
+
+
+def resume_and_die(case: str, folder: Path, out: Path, steps: int) -> None:
+    die_after(steps)
     resume_and_save(case, folder, out)
 
 
 # Killed and resumed.
 
 
-def kill_at_random(child: Any, chance: random.Random, progress: Callable[[], int]) -> None:
-    """Kills a child some time after it got further than it was, so that in the end all is done."""
-    aim = progress() + chance.choice([1, 1, 2, 3]) * EVERY
-    wait_until(lambda: child.exitcode is not None or progress() >= aim)
-    child.join(chance.uniform(0.0, 0.02))
-    child.kill()
-    child.join()
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_killed_at_random_moments_and_resumed_gives_the_bytes_of_one_run(case: str, tmp_path: Path) -> None:
-    undisturbed = fit(case)
-    expected = saved(undisturbed, tmp_path / "expected.safetensors")
-    folder, out, chance = tmp_path / "folder", tmp_path / "out.safetensors", random.Random(case)
-    died_at: list[int] = []
-    while not out.exists():
-        child = start(slowly, case, folder, out)
-        if not died_at:
-            child.join(chance.uniform(0.0, 0.1))  # before there is anything to go on from
-            child.kill()
-            child.join()
-        else:
-            kill_at_random(child, chance, lambda: step_in(folder))
-        assert child.exitcode in (0, -signal.SIGKILL)
-        died_at.append(step_in(folder))
+def test_killed_between_checkpoints_and_resumed_gives_the_bytes_of_one_run(case: str, tmp_path: Path) -> None:
+    expected = saved(fit(case), tmp_path / "expected.safetensors")
+    folder, out = tmp_path / "folder", tmp_path / "out.safetensors"
+    for steps, reached in [(2, 0), (4, 3), (0, 3), (5, 6)]:  # of each process, and in the checkpoint that it leaves
+        assert end_of(start(resume_and_die, case, folder, out, steps)) == -signal.SIGKILL
+        assert step_in(folder) == reached
+    assert end_of(start(resume_and_save, case, folder, out)) == 0
     assert out.read_bytes() == expected
-    steps = len(undisturbed.history.losses)
-    assert len({step for step in died_at if 0 < step < steps}) >= 2, died_at
-
-
-def die(*args: Any) -> NoReturn:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("still alive")
 
 
 def die_while_writing(moment: str, folder: Path, out: Path) -> None:
@@ -295,7 +275,6 @@ def test_a_fit_that_diverges_keeps_the_last_sound_checkpoint(tmp_path: Path, mon
 
     step, taken = PlainSteps.step, iter(range(STEPS))
     monkeypatch.setattr(PlainSteps, "step", spoilt)
-    monkeypatch.setattr("posthoc.training.loop.best_way", lambda *args: "plain")  # others would take the block again
     with pytest.raises(TrainingError, match="became nan at step 11"):
         fit(checkpoint=tmp_path, checkpoint_every=EVERY)
     assert step_in(tmp_path) == 9
@@ -306,22 +285,22 @@ def test_a_fit_that_diverges_keeps_the_last_sound_checkpoint(tmp_path: Path, mon
 def test_every_vector_comes_back_to_its_place(tmp_path: Path) -> None:
     """Parameters of several dtypes make more vectors than there are digits."""
 
-    def vectors(value: float) -> Flat:
+    def vectors(value: float) -> FlatAdam:
         dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-        flat = Flat([nn.Parameter(torch.full((2,), value + i, dtype=dtype)) for i, dtype in enumerate(dtypes)])
+        flat = FlatAdam([nn.Parameter(torch.full((2,), value + i, dtype=dtype)) for i, dtype in enumerate(dtypes)])
         for i, tensor in enumerate(flat.state):
             tensor.fill_(value + i)
         return flat
 
-    def keeper(flat: Flat) -> Keeper:
-        return Keeper(flat, lambda: 0.0, None, History(), Ranks())
+    def keeper(flat: FlatAdam) -> EarlyStopping:
+        return EarlyStopping(flat, lambda: 0.0, None, History(), Ranks())
 
     checkpoint, before, after = Checkpoint(tmp_path, resume=True), vectors(1.0), vectors(50.0)
     checkpoint.save(before, keeper(before), 7, None)
     kept = keeper(after)
     assert checkpoint.restore(after, kept, None) == 7
     assert [float(t.flatten()[0]) for t in after.state] == [1.0 + i for i in range(16)]
-    assert [float(t[0]) for t in kept.kept] == [1.0, 2.0, 3.0, 4.0]
+    assert [float(t[0]) for t in kept.best] == [1.0, 2.0, 3.0, 4.0]
 
 
 # Another run's checkpoint.
@@ -603,8 +582,7 @@ SETTINGS = [part for name, value in SMALL.items() if value for part in ("--set",
 
 def run_command_and_die(data: Path, folder: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    step, taken = PlainSteps.step, iter(range(17))
-    PlainSteps.step = lambda *args: step(*args) if next(taken, None) is not None else die()  # type: ignore[method-assign]
+    die_after(17)
     sys.argv = ["posthoc", *map(str, arguments(data, folder, out))]
     main()
 

@@ -26,7 +26,7 @@ from posthoc.fmgp.minibatches import MAX_BATCHES, MAX_VALUES, DrawnBatches
 from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.likelihoods.temperature import TYPICAL as SUITABLE
 from posthoc.predictive.latent import Latent
-from posthoc.training.steps import PlainSteps
+from posthoc.training.loop import PlainSteps
 from tests.test_checkpoint import end_of, start
 
 CLASSES, BATCH, M, WIDTH = 2000, 50, 30, 5

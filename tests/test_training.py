@@ -324,7 +324,7 @@ def test_loss_that_is_not_finite_raises(loss: float) -> None:
 
     expected = rf"The loss became {loss} at step 3 of 9\. Lower the learning rate \(it is 0\.5\)"
     with pytest.raises(TrainingError, match=expected):
-        train(objective, [parameter], Nothing(), Training(steps=9, lr=0.5), way="plain")
+        train(objective, [parameter], Nothing(), Training(steps=9, lr=0.5))
 
 
 def test_fit_that_diverges_raises_and_leaves_the_method_unfitted() -> None:

@@ -17,7 +17,7 @@ from posthoc.fmgp.objective import Objective
 from posthoc.likelihoods.base import Categorical, Gaussian
 from posthoc.methods.ntk.tangent_process import DenseLatent
 from posthoc.methods.ntk.valla import VaLLA
-from posthoc.training.steps import PlainSteps
+from posthoc.training.loop import PlainSteps
 from tests import oracles
 from tests.cases import inputs, labels, mlp, recorded, values
 from tests.linearised import covariance, hessians, jacobian, last_only

@@ -9,14 +9,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 
 from posthoc.errors import FileError, UnavailableError
 from posthoc.io import atomic_path, lock, require_folder, sync_folder, writing
+from posthoc.progress import progress_bar
 
 __all__ = ["Remote", "Shelf", "StandIn", "cache_folder", "fetch"]
 
@@ -210,7 +210,7 @@ def take(remote: Remote, part: Path) -> bool:
         if not goes_on:
             forget(part)
             write_version(part, response)
-        with part.open("ab") as file, progress_bar(remote.filename, done, total) as report:
+        with part.open("ab") as file, progress_bar(remote.filename, total, done, unit="bytes") as report:
             for piece in pieces(response):
                 file.write(piece)
                 done += len(piece)
@@ -246,18 +246,3 @@ def write_version(part: Path, response: HTTPResponse) -> None:
     version = next((v for v in named if v is not None and not v.startswith("W/")), None)  # weak ones do not promise it
     if version is not None:
         beside(part).write_text(json.dumps(version))
-
-
-@contextmanager
-def progress_bar(name: str, done: int, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Reports the bytes there are, on a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=total, completed=done)
-        yield lambda done: bar.update(task, completed=done)

@@ -1,44 +1,63 @@
-"""Cholesky factors that fail loudly."""
+"""Cholesky factors with growing jitter, and the memory budget of computations in parts."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 from posthoc.errors import NotPSDError, PosthocWarning
 
-__all__ = ["blindly", "cholesky"]
+__all__ = ["MEMORY_BUDGET", "cholesky", "rows_that_fit"]
 
 JITTERS = (1e-10, 1e-8, 1e-6, 1e-4)
-"""Relative to the mean of the diagonal, tried in turn."""
-
-BLIND = ContextVar("BLIND", default=False)
-
-
-@contextmanager
-def blindly() -> Iterator[None]:
-    """Inside, operations are noted in order to be done again, and cannot depend on what they compute."""
-    token = BLIND.set(True)
-    try:
-        yield
-    finally:
-        BLIND.reset(token)
+"""Jitters to try in turn, relative to the mean of the diagonal."""
+MEMORY_BUDGET = 2**27
+"""Bytes that the largest temporary tensor of a computation in parts may take: 128 MB."""
 
 
-def cholesky(
-    matrix: Tensor,  # (..., M, M), symmetric
-    name: str = "the matrix",
-) -> Tensor:
-    """The lower Cholesky factor; jitter grows with a warning, then `NotPSDError` is raised. Done `blindly`, a failed
-    factor is NaN instead."""
+def rows_that_fit(numbers_per_row: int, budget: int = MEMORY_BUDGET) -> int:
+    """How many rows to process at once.
+
+    Args:
+        numbers_per_row: float64 numbers in the largest temporary tensor, for each row.
+        budget: bytes that this tensor may take.
+
+    Returns:
+        The number of rows, at least 1.
+
+    Example:
+        >>> rows_that_fit(numbers_per_row=1000)
+        16777
+    """
+    return max(1, budget // (8 * max(1, numbers_per_row)))
+
+
+def cholesky(matrix: Tensor, name: str = "the matrix") -> Tensor:
+    """The lower Cholesky factor of a symmetric matrix, with as little jitter as it needs.
+
+    Jitter is added with a `PosthocWarning`. While a CUDA graph is captured nothing can depend on the numbers: a factor
+    that fails is then NaN.
+
+    Args:
+        matrix: (..., M, M), symmetric.
+        name: what the matrix is, for messages.
+
+    Returns:
+        (..., M, M), lower triangular.
+
+    Raises:
+        NotPSDError: if the matrix is not finite, or not positive definite with the largest jitter.
+
+    Example:
+        >>> cholesky(torch.tensor([[4.0, 2.0], [2.0, 2.0]]))
+        tensor([[2., 0.],
+                [1., 1.]])
+    """
     factor, info = torch.linalg.cholesky_ex(matrix)
-    if BLIND.get():
+    if matrix.is_cuda and torch.cuda.is_current_stream_capturing():
         return torch.where(info[..., None, None] == 0, factor, math.nan)
     if not info.any():
         return factor
@@ -61,5 +80,5 @@ def cholesky(
     raise NotPSDError(
         f"Expected {name} to be positive definite, got one that is not even with {JITTERS[-1]:g} times its mean "
         "diagonal added. A kernel that is not positive definite, or values of very different scale, does this: "
-        "check the kernel and standardise its inputs."
+        "check the kernel and standardize its inputs."
     )

@@ -1,35 +1,97 @@
-"""A bar with the loss and the time left."""
+"""The progress bar of everything that takes long; where stderr is no terminal, a line in the log every ten seconds."""
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from posthoc.training.options import Training
+__all__ = ["Report", "progress_bar"]
 
-__all__ = ["progress_bar"]
+Report = Callable[..., None]
+"""Called as report(done) or report(done, note)."""
+
+logger = logging.getLogger("posthoc")
+
+SECONDS_BETWEEN_LINES = 10.0
+
+ONE_BAR = threading.Lock()
+"""A terminal shows one bar at a time: tasks in other threads run without one."""
 
 
 @contextmanager
-def progress_bar(options: Training, done: int = 0, *, alone: bool = True) -> Iterator[Callable[[int, float], None]]:
-    """Reports steps done and the loss: on a terminal only unless asked for, and from one process (`alone`)."""
-    wanted = sys.stderr.isatty() if options.progress is None else options.progress
-    if not (wanted and alone):
-        yield lambda step, loss: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def progress_bar(
+    task: str, total: int | None, done: int = 0, *, unit: str = "steps", enabled: bool | None = None
+) -> Iterator[Report]:
+    """Shows how much of a task is done, how fast it goes and the time left.
 
-    columns = (
-        TextColumn("fitting"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TimeRemainingColumn(),
+    Args:
+        task: what is being done, e.g. "fitting".
+        total: how much there is to do, or None if it is not known.
+        done: how much is done already.
+        unit: what is counted; "bytes" are shown as megabytes.
+        enabled: True shows a bar, False nothing. By default there is a bar on a terminal, and elsewhere a line every
+            ten seconds at level INFO of the logger "posthoc".
+
+    Yields:
+        A function `report(done, note="")`.
+
+    Example:
+        >>> with progress_bar("counting", 3, enabled=False) as report:
+        ...     report(2, "almost there")
+    """
+    bar = sys.stderr.isatty() if enabled is None else enabled
+    if enabled is False or not ONE_BAR.acquire(blocking=False):
+        yield lambda done, note="": None
+        return
+    try:
+        if bar:
+            with rich_bar(task, total, done, unit) as report:
+                yield report
+        else:
+            yield log_lines(task, total, done, unit)
+    finally:
+        ONE_BAR.release()
+
+
+@contextmanager
+def rich_bar(task: str, total: int | None, done: int, unit: str) -> Iterator[Report]:
+    from rich import progress
+    from rich.console import Console
+
+    class Rate(progress.ProgressColumn):
+        def render(self, task: progress.Task) -> str:
+            return f"{task.speed:,.0f} {unit}/s" if task.speed else ""
+
+    counts = (
+        (progress.DownloadColumn(), progress.TransferSpeedColumn())
+        if unit == "bytes"
+        else (progress.MofNCompleteColumn(), Rate())
     )
-    with Progress(*columns, console=Console(stderr=True), transient=sys.stderr.isatty()) as bar:
-        task = bar.add_task("fit", total=options.steps, completed=done, loss="")
-        yield lambda step, loss: bar.update(task, completed=step, loss=f"{loss:.4f}")
+    note = progress.TextColumn("{task.fields[note]}")
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), *counts, note)
+    remaining = progress.TimeRemainingColumn()
+    with progress.Progress(*columns, remaining, console=Console(stderr=True), transient=sys.stderr.isatty()) as bar:
+        shown = bar.add_task(task, total=total, completed=done, note="")
+        yield lambda done, note="": bar.update(shown, completed=done, note=note)
+
+
+def log_lines(task: str, total: int | None, start: int, unit: str) -> Report:
+    began = last = time.monotonic()
+    of_total = f" of {total:,}" if total is not None else ""
+
+    def report(done: int, note: str = "") -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < SECONDS_BETWEEN_LINES:
+            return
+        last = now
+        line = f"{task}: {done:,}{of_total} {unit}"
+        if total is not None and done > start:
+            line += f", {(now - began) * (total - done) / (done - start):.0f} s left"
+        logger.info("%s", f"{line}, {note}" if note else line)
+
+    return report

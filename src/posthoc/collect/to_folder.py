@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from itertools import count, islice
 from typing import Any
 
@@ -16,6 +15,7 @@ from posthoc.collect.fingerprint import fingerprint
 from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs, join
 from posthoc.errors import DataError, PosthocError
+from posthoc.progress import progress_bar
 from posthoc.validation import integer
 
 __all__ = ["Span", "SpanReader", "collect_to_folder", "row_count", "spans", "write_to_folder"]
@@ -80,7 +80,8 @@ def write_to_folder(
 
     with OutputsWriter(folder, identity=identity, force=force) as writer:
         # Closed whatever happens: suspended parts would keep the network in eval mode.
-        with closing(parts(writer.rows)) as stream, progress_bar(total, writer.rows, progress) as report:
+        bar = progress_bar("collecting", total, writer.rows, unit="rows", enabled=progress)
+        with closing(parts(writer.rows)) as stream, bar as report:
             for part in stream:
                 writer.append(part)
                 report(writer.rows)
@@ -150,31 +151,3 @@ class SpanReader(Dataset[Any]):
 
 def as_it_is(batch: Any) -> Any:
     return batch
-
-
-@contextmanager
-def progress_bar(total: int | None, done: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
-    """Reports rows done: a bar with their rate and the time left, on a terminal only unless asked for."""
-    if not (sys.stderr.isatty() if wanted is None else wanted):
-        yield lambda rows: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.text import Text
-
-    class Rate(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            return Text(f"{task.speed:,.0f} rows/s" if task.speed else "")
-
-    columns = (TextColumn("collecting"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=sys.stderr.isatty()) as bar:
-        task = bar.add_task("collect", total=total, completed=done)
-        yield lambda rows: bar.update(task, completed=rows)

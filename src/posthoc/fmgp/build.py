@@ -26,7 +26,7 @@ from posthoc.fmgp.selection import TEMPERATURE_SCALING, VarianceForm
 from posthoc.kernels.base import Constant, Kernel
 from posthoc.likelihoods.base import Categorical, Likelihood
 from posthoc.likelihoods.temperature import best_inverse
-from posthoc.training import History, Ranks, Source, Training, few_threads, train
+from posthoc.training import History, Ranks, Source, Training, single_thread, train
 from posthoc.validation import as_numbers
 
 __all__ = ["SMALL", "START", "TYPICAL_ROWS", "inducing_owners", "inducing_places", "train_form", "trains_in_parallel"]
@@ -172,7 +172,7 @@ def train_fitted(
             source: Source = DrawnBatches(view, likelihood, training.batch_size, training.seed, ranks)
         else:  # closed even after an error: a suspended generator would keep the network in eval mode
             source = FreshBatches(stack.enter_context(closing(fresh(view, likelihood))))
-        stack.enter_context(few_threads(fresh is None and small))
+        stack.enter_context(single_thread(fresh is None and small))
         return train(
             Objective(process, likelihood, config.alpha, job.num_data, kl_copies, form.prior, draws),
             fitted.parameters(),

@@ -18,7 +18,7 @@ from posthoc.collect.outputs import Outputs
 from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.fmgp.residuals import LearntResiduals
 from posthoc.fmgp.selection import folds
-from posthoc.training import History, Ranks, side_by_side
+from posthoc.training import History, Ranks, run_parallel
 
 __all__ = ["fit_residuals"]
 
@@ -46,7 +46,7 @@ def fit_residuals(job: Job, train: Callable[[Job], Trained], parallel: bool) -> 
         for part, unseen in folds(job, job.train, FOLDS):
             parts.append(part)
             held_out.append(unseen)
-    (fitted, history), *others = side_by_side([partial(train, part) for part in (job, *parts)], parallel)
+    (fitted, history), *others = run_parallel([partial(train, part) for part in (job, *parts)], parallel)
     if held_out:
         residuals = [standardized(other, rows) for (other, _), rows in zip(others, held_out, strict=True)]
     else:

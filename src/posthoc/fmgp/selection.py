@@ -26,7 +26,7 @@ from posthoc.fmgp.ood import best_exponent
 from posthoc.likelihoods.base import Categorical, Likelihood
 from posthoc.likelihoods.recalibration import NONE, Recalibration
 from posthoc.predictive.calibration_error import expected_calibration_error
-from posthoc.training import Ranks, side_by_side
+from posthoc.training import Ranks, run_parallel
 
 __all__ = ["SELECTION", "CandidateScore", "Selection", "SelectionConfig", "VarianceForm", "folds", "select_form"]
 
@@ -260,7 +260,7 @@ def compare(job: Job, forms: list[VarianceForm], fit_and_score: FitAndScore, par
     for group in grouped(held_out_parts(job), parallel):
         tried = remaining
         tasks = [partial(fit_and_score, part, form, unseen) for part, unseen in group for form in tried]
-        results = iter(side_by_side(tasks, parallel))
+        results = iter(run_parallel(tasks, parallel))
         for _, unseen in group:
             for form, log_probs in zip(tried, results, strict=False):
                 if form in remaining:

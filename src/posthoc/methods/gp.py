@@ -124,7 +124,7 @@ class GP(Method):
             training,
             score=validation_score(head, job.val) if job.val is not None else None,
             checkpoint=job.checkpoint,
-            way="plain",  # a Cholesky factor that fails must be able to say so
+            cuda_graph=False,  # a Cholesky factor that fails has to warn or raise
         )
         self.head, self.training, self.history, self._posterior = head, training, history, None
 

@@ -1,11 +1,11 @@
-"""The one training loop: it knows an objective and its parameters, nothing of what they mean."""
+"""The training loop, which knows an objective and its parameters but not what they mean."""
 
 from posthoc.training.batches import Block, Source, drawn_rows
 from posthoc.training.checkpoint import Checkpoint
 from posthoc.training.distributed import Ranks, slice_of
 from posthoc.training.loop import train
 from posthoc.training.options import History, Training
-from posthoc.training.threads import few_threads, side_by_side
+from posthoc.training.parallel import run_parallel, single_thread
 
 __all__ = [
     "Block",
@@ -15,8 +15,8 @@ __all__ = [
     "Source",
     "Training",
     "drawn_rows",
-    "few_threads",
-    "side_by_side",
+    "run_parallel",
+    "single_thread",
     "slice_of",
     "train",
 ]

@@ -1,4 +1,4 @@
-"""Parameters as one vector: what the optimiser, the ranks, the checkpoint and the best copy all want."""
+"""Adam on flat vectors: one for each dtype and device, which the ranks and checkpoints use as well."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-__all__ = ["Flat"]
+__all__ = ["FlatAdam"]
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
-"""Adam's usual values."""
+"""Adam's usual constants."""
 
 
-class Flat:
-    """Parameters that live in one vector for each dtype and device, with their gradients and Adam's moments beside
-    them, until `release`."""
+class FlatAdam:
+    """Adam on parameters that are views of one vector for each dtype and device, until `release`.
+
+    Args:
+        parameters: those that require no gradient are left alone.
+    """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -25,8 +28,7 @@ class Flat:
             groups.setdefault((p.dtype, p.device), []).append(p)
         self.values: list[Tensor] = []
         self.grads: list[Tensor] = []
-        self.groups = list(groups.values())
-        for members in self.groups:
+        for members in groups.values():
             values = torch.cat([p.detach().reshape(-1) for p in members])
             grads = torch.zeros_like(values)
             sizes = [p.numel() for p in members]
@@ -38,14 +40,6 @@ class Flat:
         self.second = [torch.zeros_like(v) for v in self.values]
         self.counts = [torch.zeros((), dtype=torch.float32, device=v.device) for v in self.values]
 
-    def __len__(self) -> int:
-        return len(self.parameters)
-
-    def vectors(self, parts: Iterable[Tensor]) -> list[Tensor]:
-        """What belongs to each parameter, put together as the parameters are."""
-        of = dict(zip(map(id, self.parameters), parts, strict=True))
-        return [torch.cat([of[id(p)].reshape(-1) for p in members]) for members in self.groups]
-
     def clear(self) -> None:
         """Sets the gradients to zero."""
         for grad in self.grads:
@@ -53,7 +47,7 @@ class Flat:
 
     @torch.no_grad()
     def step(self, lr: float | Tensor) -> None:
-        """One step of Adam."""
+        """Takes one step; `lr` is a tensor () on the device where a CUDA graph is captured."""
         adam(
             self.values,
             self.grads,
@@ -74,7 +68,7 @@ class Flat:
 
     @property
     def state(self) -> list[Tensor]:
-        """All that a step changes."""
+        """All tensors that a step changes: values, moments and counts."""
         return [*self.values, *self.first, *self.second, *self.counts]
 
     def snapshot(self) -> list[Tensor]:
@@ -83,16 +77,16 @@ class Flat:
 
     @torch.no_grad()
     def restore(self, snapshot: list[Tensor]) -> None:
-        """Goes back to a snapshot: of the state, or of the values alone."""
+        """Copies a snapshot back; a list of the values alone leaves the moments as they are."""
         for tensor, kept in zip(self.state, snapshot, strict=False):
             tensor.copy_(kept)
 
     @property
     def finite(self) -> bool:
-        """Whether every value still is a number."""
+        """Whether all values are finite."""
         return all(bool(v.isfinite().all()) for v in self.values)
 
     def release(self) -> None:
-        """Gives every parameter memory of its own again, and no gradient."""
+        """Gives every parameter its own memory again, without a gradient."""
         for p in self.parameters:
             p.data, p.grad = p.data.clone(), None

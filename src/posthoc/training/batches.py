@@ -1,4 +1,4 @@
-"""Where batches come from: blocks of them, read or drawn ahead, the same for the same step whoever asks and when."""
+"""Sources of batches. Batches are read in blocks, and a step has the same batch whenever and wherever it is read."""
 
 from __future__ import annotations
 
@@ -12,50 +12,62 @@ from torch import Tensor
 __all__ = ["Block", "Source", "drawn_rows", "tensors"]
 
 PAGE = 64
-"""Batches drawn from one seed."""
+"""Number of batches drawn from one seed."""
 
 
 class Block(Protocol):
-    """Some batches, stacked: every tensor in it has one more axis in front. A batch is what `map` makes of it."""
+    """Several batches, stacked: each tensor has one more axis in front."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor changed."""
+        """The block with `change` applied to each tensor."""
         ...
 
 
 def tensors(block: Block) -> list[Tensor]:
     """The tensors of a block, in the order of its `map`."""
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
 
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+    def append(tensor: Tensor) -> Tensor:
+        parts.append(tensor)
         return tensor
 
-    block.map(note)
-    return found
+    block.map(append)
+    return parts
 
 
 class Source(Protocol):
-    """Batches by step, so that a run can go on where another one stopped."""
+    """Batches by step, so that a run can be resumed."""
 
     ahead: int
-    """At most so many batches are asked for at once."""
+    """The largest number of batches to read at once."""
     fixed: bool
     """Whether all batches have the same shapes."""
     weight: float
-    """The share of each batch that this process has, 1 where it is alone."""
+    """The share of each batch that this process has; 1 if it is alone."""
 
     def block(self, step: int, count: int) -> Block:
-        """The batches of the steps from `step` on."""
+        """The batches of `count` steps, from `step` on."""
         ...
 
 
-def drawn_rows(n: int, size: int, seed: int, step: int, count: int) -> Tensor:  # (count, size)
-    """Rows below n for the batches of some steps, drawn with replacement: a step costs the same whatever n is. The
-    rows of a step depend on the seed and the step alone, so nothing need be remembered in order to go on."""
+def drawn_rows(n: int, size: int, seed: int, step: int, count: int) -> Tensor:
+    """Rows for the batches of some steps, drawn with replacement.
+
+    The rows of a step depend on the seed and the step alone, so that a resumed run draws the same ones.
+
+    Args:
+        n: number of rows to draw from.
+        size: rows in a batch.
+        seed: the seed.
+        step: the first step.
+        count: number of steps.
+
+    Returns:
+        Row numbers (count, size).
+    """
     pages = []
     for page in range(step // PAGE, (step + count - 1) // PAGE + 1):
-        # A hash, since the generator looks at 32 bits of its seed, which seed and page have to share.
+        # The generator uses 32 bits of its seed: a hash mixes seed and page into them.
         mixed = hashlib.sha256(f"{seed}/{page}".encode()).digest()[:4]
         generator = torch.Generator().manual_seed(int.from_bytes(mixed, "big"))
         pages.append(torch.randint(n, (PAGE, size), generator=generator))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from posthoc.errors import FileError
 from posthoc.io import lock, read_tensors, require_folder, write_tensors
-from posthoc.training.adam import Flat
+from posthoc.training.adam import FlatAdam
 from posthoc.training.distributed import Ranks
-from posthoc.training.early_stopping import Keeper
+from posthoc.training.early_stopping import EarlyStopping
 from posthoc.training.options import History
 from posthoc.validation import integer
 
@@ -62,25 +62,25 @@ class Checkpoint:
         if self.resume and self.path.exists():
             self._refuse_another(read_tensors(self.path, FORMAT)[1])
 
-    def save(self, flat: Flat, keeper: Keeper, step: int, generator: torch.Generator | None) -> None:
+    def save(self, optimizer: FlatAdam, stopping: EarlyStopping, step: int, generator: torch.Generator | None) -> None:
         """Writes the state after `step` steps in place of the one before."""
-        tensors = {f"state.{i}": t for i, t in enumerate(flat.state)}
-        tensors |= {f"kept.{i}": t for i, t in enumerate(keeper.kept)}
-        history = keeper.history
+        tensors = {f"state.{i}": t for i, t in enumerate(optimizer.state)}
+        tensors |= {f"kept.{i}": t for i, t in enumerate(stopping.best)}
+        history = stopping.history
         tensors["losses"] = torch.tensor(history.losses, dtype=torch.float64)
         if generator is not None:
             tensors["generator"] = generator.get_state()
         config = {"run": self.run, "step": step, "scores": history.scores, "best_step": history.best_step}
         write_tensors(self.path, tensors, FORMAT, config)
 
-    def restore(self, flat: Flat, keeper: Keeper, generator: torch.Generator | None) -> int:
+    def restore(self, optimizer: FlatAdam, stopping: EarlyStopping, generator: torch.Generator | None) -> int:
         """Puts everything back as it was when the last checkpoint was written, and says after how many steps."""
         if not (self.resume and self.path.exists()):
             return 0
         tensors, config = read_tensors(self.path, FORMAT)
-        flat.restore(ordered(tensors, "state"))
-        keeper.kept = [t.to(v.device) for t, v in zip(ordered(tensors, "kept"), flat.values, strict=False)]
-        history: History = keeper.history
+        optimizer.restore(ordered(tensors, "state"))
+        stopping.best = [t.to(v.device) for t, v in zip(ordered(tensors, "kept"), optimizer.values, strict=False)]
+        history: History = stopping.history
         history.losses = tensors["losses"].tolist()
         history.scores = {int(step): score for step, score in config["scores"].items()}
         history.best_step = config["best_step"]

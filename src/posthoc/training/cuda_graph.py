@@ -1,48 +1,56 @@
-"""Steps replayed from a CUDA graph: the host says "again", and waits for nothing."""
+"""Training steps replayed from a CUDA graph, so that the host does not wait for each."""
 
 from __future__ import annotations
 
 import math
 import threading
+from typing import TYPE_CHECKING
 
 import torch
 
-from posthoc.numerics import blindly
-from posthoc.training.adam import Flat
+from posthoc.training.adam import FlatAdam
 from posthoc.training.batches import Block, Source, tensors
 from posthoc.training.distributed import Ranks
-from posthoc.training.steps import PlainSteps
+
+if TYPE_CHECKING:
+    from posthoc.training.loop import PlainSteps
 
 __all__ = ["GraphSteps"]
 
 WARM_UP = 3
-"""Steps taken before the capture, so that libraries have made what they need, and undone."""
-
+"""Steps taken and undone before the capture, in which libraries allocate their workspaces."""
 
 STREAMS = threading.local()
+"""The stream on which each thread captures, by device."""
 
 
 class GraphSteps:
-    """The steps of `plain`, captured once and replayed. Batches, learning rates and losses have a fixed place on the
-    device, where a counter says which is next. A block whose loss is not finite is taken again step by step: an
-    ordinary step can add jitter, warn, and say what is wrong, and a graph cannot."""
+    """The steps of `plain`, captured once and replayed.
+
+    Batches, learning rates and losses have a fixed place on the device, where a counter tells which is next. A block
+    whose loss is not finite is repeated step by step: an ordinary step can add jitter, warn and raise; a graph cannot.
+
+    Args:
+        plain: takes ordinary steps.
+        ahead: steps of the longest block.
+    """
 
     def __init__(self, plain: PlainSteps, ahead: int) -> None:
         self.plain, self.ahead = plain, ahead
         self.graph: torch.cuda.CUDAGraph | None = None
 
     @staticmethod
-    def possible(flat: Flat, ranks: Ranks, source: Source, generator: torch.Generator | None) -> bool:
-        """Whether steps can be captured: all on one GPU, in batches of one shape, without other ranks or draws."""
-        on_gpu = {v.device.type for v in flat.values} == {"cuda"}
+    def possible(optimizer: FlatAdam, ranks: Ranks, source: Source, generator: torch.Generator | None) -> bool:
+        """Whether steps can be captured: all on one GPU, batches of one shape, no other ranks, no random numbers."""
+        on_gpu = {v.device.type for v in optimizer.values} == {"cuda"}
         return on_gpu and source.fixed and ranks.alone and generator is None
 
     def run(self, block: Block, lrs: list[float]) -> list[float]:
-        with torch.cuda.device(self.plain.flat.values[0].device):
+        with torch.cuda.device(self.plain.optimizer.values[0].device):
             return self._run(block, lrs)
 
     def _run(self, block: Block, lrs: list[float]) -> list[float]:
-        before = self.plain.flat.snapshot()
+        before = self.plain.optimizer.snapshot()
         if self.graph is None:
             self._capture(block, lrs)
         self._place(block, lrs)
@@ -52,12 +60,12 @@ class GraphSteps:
         losses = self.losses[: len(lrs)].tolist()
         if all(map(math.isfinite, losses)):
             return losses
-        self.plain.flat.restore(before)
+        self.plain.optimizer.restore(before)
         return self.plain.run(block, lrs)
 
     def _capture(self, block: Block, lrs: list[float]) -> None:
-        flat = self.plain.flat
-        before, device = flat.snapshot(), flat.values[0].device
+        optimizer = self.plain.optimizer
+        before, device = optimizer.snapshot(), optimizer.values[0].device
         self.block = block.map(lambda t: torch.zeros(self.ahead, *t.shape[1:], dtype=t.dtype, device=t.device))
         self.lrs = torch.zeros(self.ahead, device=device)
         self.losses = torch.zeros(self.ahead, dtype=torch.float64, device=device)
@@ -68,13 +76,13 @@ class GraphSteps:
             for _ in range(WARM_UP):
                 self._place(block, lrs)
                 self._step()
-                flat.restore(before)
+                optimizer.restore(before)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: another may be reading rows ahead, and allocate memory for them.
-        with blindly(), torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+        # Only this thread is captured: another may be reading rows ahead and allocate memory for them.
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             self._step()
-        flat.restore(before)
+        optimizer.restore(before)
 
     @torch.no_grad()
     def _place(self, block: Block, lrs: list[float]) -> None:
@@ -91,8 +99,8 @@ class GraphSteps:
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which this thread captures. It is always the same: libraries keep a workspace for every stream that
-    they have seen, tens of megabytes each, for as long as the process lives."""
+    """The stream on which this thread captures. It is always the same one, since libraries keep a
+    workspace of tens of megabytes for every stream that they have seen."""
     streams: dict[torch.device, torch.cuda.Stream] = STREAMS.__dict__.setdefault("known", {})
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)

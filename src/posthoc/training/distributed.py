@@ -1,4 +1,4 @@
-"""Several processes that train as one: each takes its slice of every batch, gradients are summed, rank 0 speaks."""
+"""Several processes that train together: each takes a slice of every batch, and gradients are summed over them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from posthoc.errors import TrainingError
 
 __all__ = ["Ranks", "distributed", "slice_of"]
 
-PATIENCE = timedelta(minutes=10)
-"""How long the others are waited for."""
+TIMEOUT = timedelta(minutes=10)
+"""How long a process waits for the others."""
 
 
 class Ranks:
-    """This process among the others of `torch.distributed`, or alone where that was not initialised."""
+    """This process among the others of `torch.distributed`, or alone if that was not initialized."""
 
     def __init__(self) -> None:
         together = dist.is_available() and dist.is_initialized()
@@ -32,7 +32,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether it is this process that writes and reports."""
+        """Whether this process writes and reports."""
         return self.rank == 0
 
     def place(self, device: str | None) -> str | None:
@@ -40,7 +40,7 @@ class Ranks:
         return f"cuda:{torch.cuda.current_device()}" if device == "cuda" and not self.alone else device
 
     def sum(self, tensors: list[Tensor], weight: float) -> None:
-        """Replaces tensors by their weighted sum over the ranks, the same bits on each."""
+        """Replaces tensors by their weighted sum over the ranks, the same to the bit on each."""
         if self.alone:
             return
         with peers():
@@ -48,7 +48,7 @@ class Ranks:
                 dist.all_reduce(tensor.mul_(weight))
 
     def share(self, tensors: list[Tensor]) -> None:
-        """Gives everybody rank 0's numbers."""
+        """Copies rank 0's numbers to all ranks."""
         if self.alone:
             return
         with peers():
@@ -56,7 +56,7 @@ class Ranks:
                 dist.broadcast(tensor, 0)
 
     def agree(self, value: float) -> float:
-        """Rank 0's value, for everybody."""
+        """Rank 0's value, on all ranks."""
         if self.alone:
             return value
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -72,7 +72,7 @@ def slice_of(size: int, ranks: Ranks) -> slice:
 
 @contextmanager
 def peers() -> Iterator[None]:
-    """Says in words that another process has gone."""
+    """Raises a `TrainingError` if another process has ended."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -84,7 +84,7 @@ def peers() -> Iterator[None]:
 
 @contextmanager
 def distributed(device: str | None) -> Iterator[Ranks]:
-    """Joins the processes that `torchrun` started, if it did: NCCL between GPUs, gloo between CPUs."""
+    """Joins the processes of `torchrun`, if it started this one: NCCL between GPUs, gloo between CPUs."""
     started = {"WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()  # some clusters set one of them
     if not started or dist.is_initialized():
         yield Ranks()
@@ -93,7 +93,7 @@ def distributed(device: str | None) -> Iterator[Ranks]:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with peers():
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE)
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
     try:
         yield Ranks()
     finally:

@@ -1,4 +1,4 @@
-"""The best parameters seen, by a score on data that the objective does not see."""
+"""The best parameters so far, by a score on data that the objective does not see."""
 
 from __future__ import annotations
 
@@ -8,21 +8,35 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from posthoc.training.adam import Flat
+from posthoc.training.adam import FlatAdam
 from posthoc.training.distributed import Ranks
 from posthoc.training.options import History
 
-__all__ = ["Keeper"]
+__all__ = ["EarlyStopping"]
 
 
-class Keeper:
-    """Remembers the parameters with the best score; does nothing where there is no score."""
+class EarlyStopping:
+    """Keeps the parameters with the lowest score. Without a score it does nothing.
+
+    Args:
+        optimizer: holds the parameters.
+        score: computes the score; rank 0 alone does.
+        patience: evaluations without a better score after which training stops; None never stops.
+        history: where scores are written.
+        ranks: the processes of this run.
+    """
 
     def __init__(
-        self, flat: Flat, score: Callable[[], float] | None, patience: int | None, history: History, ranks: Ranks
+        self,
+        optimizer: FlatAdam,
+        score: Callable[[], float] | None,
+        patience: int | None,
+        history: History,
+        ranks: Ranks,
     ) -> None:
-        self.flat, self.score, self.patience, self.history, self.ranks = flat, score, patience, history, ranks
-        self.kept: list[Tensor] = [v.clone() for v in flat.values] if score is not None else []
+        self.optimizer, self.score, self.patience = optimizer, score, patience
+        self.history, self.ranks = history, ranks
+        self.best: list[Tensor] = [v.clone() for v in optimizer.values] if score is not None else []
 
     @property
     def exhausted(self) -> bool:
@@ -31,18 +45,19 @@ class Keeper:
             return False
         return sum(step > self.history.best_step for step in self.history.scores) >= self.patience
 
-    def look(self, step: int) -> None:
+    def evaluate(self, step: int) -> None:
+        """Computes the score after a step, and keeps the parameters if it is the best."""
         if self.score is None:
             return
         with torch.no_grad():
             value = self.ranks.agree(self.score() if self.ranks.first else 0.0)
         self.history.scores[step] = value
-        best = self.history.best_step
-        before = math.inf if best is None else self.history.scores[best]
-        if best is None or value < before or (math.isnan(before) and not math.isnan(value)):
+        best_step = self.history.best_step
+        lowest = math.inf if best_step is None else self.history.scores[best_step]
+        if best_step is None or value < lowest or (math.isnan(lowest) and not math.isnan(value)):
             self.history.best_step = step
-            self.kept = [v.clone() for v in self.flat.values]
+            self.best = [v.clone() for v in self.optimizer.values]
 
     def restore(self) -> None:
         """Goes back to the best parameters."""
-        self.flat.restore(self.kept)
+        self.optimizer.restore(self.best)

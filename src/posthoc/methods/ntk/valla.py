@@ -30,7 +30,7 @@ from posthoc.methods.ntk.tangent_process import Covariances, TangentProcess, fix
 from posthoc.methods.ntk.tangents import NTKMethod, TangentBackbone, Weights, check_classes, positive
 from posthoc.predictive.base import Predictive
 from posthoc.saved import Saved
-from posthoc.training import History, Ranks, Training, few_threads, train
+from posthoc.training import History, Ranks, Training, single_thread, train
 from posthoc.validation import choice, integer
 
 __all__ = ["VaLLA"]
@@ -167,7 +167,7 @@ class VaLLA(NTKMethod):
             start_where_best(head, score)
         draws = torch.Generator(device).manual_seed(seed) if likelihood.draws else None
         m, batch = len(head.process.l_raw), self.training.batch_size
-        with few_threads(m * m * max(m, batch) < SMALL):
+        with single_thread(m * m * max(m, batch) < SMALL):
             history = train(
                 Objective(head.process, likelihood, self.alpha, job.num_data, generator=draws),
                 head.parameters(),

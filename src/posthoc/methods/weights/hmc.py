@@ -22,7 +22,7 @@ from posthoc.methods.weights.network import LabelledBatch, seeded
 from posthoc.methods.weights.sampling import DrawingMethod, set_noise
 from posthoc.optional import require
 from posthoc.saved import Saved
-from posthoc.training import few_threads
+from posthoc.training import single_thread
 from posthoc.validation import integer
 
 __all__ = ["HMC"]
@@ -103,7 +103,7 @@ class HMC(DrawingMethod):
         likelihood = self._start(job.train.outputs, job.train.targets)
         with still(self.module), seeded(self.seed, self.module_device):
             posterior, trained = self._posterior(job, likelihood, list(free))
-        with seeded(self.seed, self.module_device), few_threads(work < SMALL):  # whatever a loader has drawn before
+        with seeded(self.seed, self.module_device), single_thread(work < SMALL):  # whatever a loader has drawn before
             prior_draws = [self.prior_std * torch.randn_like(trained) for _ in range(self.chains - 1)]
             chains = sample(
                 posterior,

@@ -19,7 +19,6 @@ from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood, columns
 from posthoc.methods.weights.network import LabelledBatch
 from posthoc.optional import require
 from posthoc.progress import progress_bar
-from posthoc.training import Training
 
 __all__ = ["Chains", "WeightPosterior", "diagnose", "noise_bound", "sample"]
 
@@ -108,13 +107,13 @@ def sample(
     """Chains one after another, from the global generator of random numbers."""
     mcmc = require("pyro.infer.mcmc", "hmc", "Hamiltonian Monte Carlo")
     weights, noises, divergences, step_sizes, done = [], [], [], [], 0
-    with progress_bar(Training(steps=len(starts) * (warmup + samples), progress=progress)) as report:
+    with progress_bar("sampling", len(starts) * (warmup + samples), enabled=progress) as report:
 
         def hook(kernel: Any, at: dict[str, Tensor], stage: str, i: int) -> None:
             nonlocal done
             done += 1
             with torch.no_grad():
-                report(done, float(posterior(at)))
+                report(done, f"loss {float(posterior(at)):.4f}")
 
         for place in starts:
             start = posterior.start(place)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.training import History, Training, train
-from posthoc.training.adam import BETA1, BETA2, EPS, Flat
+from posthoc.training.adam import BETA1, BETA2, EPS, FlatAdam
 from tests.test_training import Nothing, fitted
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that CUDA knows")
@@ -56,8 +56,8 @@ def own_nothing_in_common(tensors: Iterable[Tensor]) -> bool:
 def test_values_are_kept_and_live_in_one_vector_for_each_dtype() -> None:
     ps = parameters()
     before = [p.detach().clone() for p in ps]
-    flat = Flat(ps)
-    assert len(flat) == len(ps)
+    flat = FlatAdam(ps)
+    assert len(flat.parameters) == len(ps)
     assert {v.dtype: v.numel() for v in flat.values} == {torch.float32: 11, torch.float64: 20}
     assert len(flat.values) == 2
     for p, value in zip(ps, before, strict=True):
@@ -71,7 +71,7 @@ def test_values_are_kept_and_live_in_one_vector_for_each_dtype() -> None:
 
 def test_gradients_are_gathered_in_one_vector() -> None:
     ps = parameters()
-    flat = Flat(ps)
+    flat = FlatAdam(ps)
     assert all(not bool(grad.any()) for grad in flat.grads)
     sum((p.double() * (i + 1)).sum() for i, p in enumerate(ps)).backward()  # type: ignore[union-attr]
     for i, p in enumerate(ps):
@@ -87,17 +87,17 @@ def test_parameters_that_are_fixed_are_left_alone() -> None:
     ps = parameters()
     ps[0].requires_grad_(False)
     place = ps[0].data_ptr()
-    flat = Flat(ps)
-    assert len(flat) == len(ps) - 1
+    flat = FlatAdam(ps)
+    assert len(flat.parameters) == len(ps) - 1
     assert sum(v.numel() for v in flat.values) == 31 - ps[0].numel()
     flat.release()
     assert ps[0].data_ptr() == place
-    assert len(Flat([ps[0]])) == 0
+    assert not FlatAdam([ps[0]]).parameters
 
 
 def test_a_parameter_of_odd_strides_keeps_its_values() -> None:
     p = nn.Parameter(torch.arange(6.0).reshape(2, 3).mT)
-    flat = Flat([p])
+    flat = FlatAdam([p])
     assert torch.equal(p, torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]))
     (p * torch.tensor([[1.0, 2.0]])).sum().backward()
     assert p.grad is not None
@@ -108,7 +108,7 @@ def test_a_parameter_of_odd_strides_keeps_its_values() -> None:
 
 def test_release_gives_every_parameter_memory_of_its_own() -> None:
     ps = parameters()
-    flat = Flat(ps)
+    flat = FlatAdam(ps)
     expected = [p.detach().clone() for p in ps]
     flat.release()
     assert own_nothing_in_common([*ps, *flat.values])
@@ -136,7 +136,7 @@ def moved_by_torch(ps: list[nn.Parameter], grads: Callable[[int], list[Tensor]])
     return [p.detach() for p in ps]
 
 
-def moved(flat: Flat, steps: Iterable[int]) -> list[Tensor]:
+def moved(flat: FlatAdam, steps: Iterable[int]) -> list[Tensor]:
     for step in steps:
         flat.clear()
         for p, grad in zip(flat.parameters, gradients(step), strict=True):
@@ -153,14 +153,14 @@ def test_steps_are_those_of_torch_to_the_bit(dtype: torch.dtype) -> None:
     def joined(tensors: Iterable[Tensor]) -> Tensor:
         return torch.cat([t.detach().reshape(-1) for t in tensors if t.dtype == dtype])
 
-    found = joined(moved(Flat(parameters()), range(STEPS)))
+    found = joined(moved(FlatAdam(parameters()), range(STEPS)))
     (expected,) = moved_by_torch([nn.Parameter(joined(parameters()))], lambda step: [joined(gradients(step))])
     assert torch.equal(found, expected)
     assert not torch.equal(found, joined(parameters()))
 
 
 def test_steps_are_those_of_torch_parameter_by_parameter() -> None:
-    found, expected = moved(Flat(parameters()), range(STEPS)), moved_by_torch(parameters(), gradients)
+    found, expected = moved(FlatAdam(parameters()), range(STEPS)), moved_by_torch(parameters(), gradients)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=4 * torch.finfo(ours.dtype).eps, atol=1e-15)
 
@@ -171,7 +171,7 @@ def test_a_learning_rate_on_the_device_gives_the_same_bits(device: str) -> None:
 
     def run(make: Callable[[float], float | Tensor]) -> Tensor:
         p = nn.Parameter(torch.randn(37, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device))
-        flat = Flat([p])
+        flat = FlatAdam([p])
         for lr in LRS:
             flat.clear()
             (p.sin() * lr).sum().backward()
@@ -184,7 +184,7 @@ def test_a_learning_rate_on_the_device_gives_the_same_bits(device: str) -> None:
 def test_first_step_is_the_formula() -> None:
     """m̂/(√v̂ + ε) is g/(|g| + ε) at first: a step of the learning rate, whatever the size of the gradient."""
     p = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
-    flat = Flat([p])
+    flat = FlatAdam([p])
     grad = torch.tensor([1e-8, -5.0, 0.0, 1e9], dtype=torch.float64)
     flat.grads[0].copy_(grad)
     flat.step(0.1)
@@ -196,7 +196,7 @@ def test_first_step_is_the_formula() -> None:
 
 
 def test_a_snapshot_brings_back_values_moments_and_counts() -> None:
-    flat = Flat(parameters())
+    flat = FlatAdam(parameters())
     moved(flat, range(5))
     snapshot = flat.snapshot()
     first = moved(flat, range(5, 10))
@@ -207,7 +207,7 @@ def test_a_snapshot_brings_back_values_moments_and_counts() -> None:
 
 
 def test_values_alone_are_brought_back_without_the_rest() -> None:
-    flat = Flat(parameters())
+    flat = FlatAdam(parameters())
     kept = [v.clone() for v in flat.values]
     for grad in flat.grads:
         grad.fill_(1.0)
@@ -221,7 +221,7 @@ def test_values_alone_are_brought_back_without_the_rest() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_no_number_is_noticed(value: float) -> None:
     ps = parameters()
-    flat = Flat(ps)
+    flat = FlatAdam(ps)
     assert flat.finite
     with torch.no_grad():
         ps[3][1, 0, 2] = value
@@ -239,7 +239,7 @@ def test_parameters_are_views_while_they_train_and_their_own_afterwards() -> Non
         seen.append(len({storage(p) for p in ps if p.numel()}))
         return sum((p.double() - 1.0).square().sum() for p in ps)  # type: ignore[return-value]
 
-    history = train(objective, ps, Nothing(), Training(steps=5), way="plain")
+    history = train(objective, ps, Nothing(), Training(steps=5))
     assert isinstance(history, History)
     assert seen == [2] * 5  # one vector for each dtype
     assert own_nothing_in_common(ps)

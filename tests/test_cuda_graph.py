@@ -22,14 +22,15 @@ from posthoc.collect import open_outputs, save_outputs
 from posthoc.fmgp.minibatches import DrawnBatches, Prefetch
 from posthoc.numerics import cholesky
 from posthoc.training import History, Training, drawn_rows, train
-from posthoc.training.adam import Flat
+from posthoc.training.adam import FlatAdam
 from posthoc.training.cuda_graph import GraphSteps
 from posthoc.training.distributed import Ranks
-from posthoc.training.steps import PlainSteps
+from posthoc.training.loop import PlainSteps
 from tests.cases import numbers, same
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that CUDA knows")
 
+CUDA_GRAPH = {None: None, "graph": True, "plain": False}
 WIDTH, STEPS = 5, 120
 SMALL: dict[str, Any] = {"steps": STEPS, "num_inducing": 20, "batch_size": 50, "eval_every": 30, "patience": None}
 
@@ -59,7 +60,7 @@ def fit(case: str, *, way: str | None = None, options: dict[str, Any] | None = N
     likelihood, own, data = CASES[case]
     method = FMGP(None, likelihood, device="cuda", **{**SMALL, **own, **(options or {})})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("posthoc.fmgp.build.train", functools.partial(train, way=way))
+        patch.setattr("posthoc.fmgp.build.train", functools.partial(train, cuda_graph=CUDA_GRAPH[way]))
         return method.fit(more.pop("data", None) or data(400), **more)
 
 
@@ -211,7 +212,7 @@ def descend(
         [parameter],
         Same(device),
         Training(steps=steps, lr=0.1),
-        way=way,
+        cuda_graph=CUDA_GRAPH[way],
     )
     return parameter.detach().cpu(), history
 
@@ -334,7 +335,7 @@ def test_a_graph_is_for_one_gpu_batches_of_one_shape_and_no_draws() -> None:
     assert not GraphSteps.possible(gpu, together, fixed, None)
     assert not GraphSteps.possible(gpu, alone, fresh, None)
     assert not GraphSteps.possible(gpu, alone, fixed, torch.Generator())
-    assert not GraphSteps.possible(Flat([nn.Parameter(torch.zeros(2))]), alone, Same("cpu"), None)
+    assert not GraphSteps.possible(FlatAdam([nn.Parameter(torch.zeros(2))]), alone, Same("cpu"), None)
 
 
 class PretendedGraph:

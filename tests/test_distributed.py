@@ -23,23 +23,22 @@ from posthoc import FMGP, Categorical, PosthocError
 from posthoc.collect import save_outputs
 from posthoc.fmgp import build as building
 from posthoc.fmgp import coordinates as points
-from posthoc.training import Checkpoint, History, Ranks, loop, slice_of
+from posthoc.training import Checkpoint, History, Ranks, slice_of
 from posthoc.training.distributed import distributed
-from posthoc.training.steps import PlainSteps
+from posthoc.training.loop import PlainSteps
 from tests import test_checkpoint
 from tests.test_checkpoint import (
     STOPPING,
     Case,
     classes,
     die,
+    die_after,
     end_of,
     foreseen,
     reals,
     run_command,
     start,
     step_in,
-    take_time,
-    wait_until,
 )
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -112,12 +111,12 @@ def errors(count: int, folder: Path) -> list[str]:
 class FitAndSave:
     """Fits a case and leaves each rank's head, with the history, which no head holds, in its own file."""
 
-    def __init__(self, case: str, **more: Any) -> None:
-        self.case, self.more = case, more
+    def __init__(self, case: str, steps: int | None = None, **more: Any) -> None:
+        self.case, self.steps, self.more = case, steps, more
 
     def __call__(self, rank: int, folder: Path) -> None:
-        if self.more:
-            take_time()
+        if self.steps is not None:
+            die_after(self.steps)
         if rank:
             Checkpoint.save = lambda *args: pytest.fail("only rank 0 writes")  # type: ignore[method-assign]
         method = fit(self.case, **self.more)
@@ -260,7 +259,6 @@ def spoil_the_loss_of_one(rank: int, folder: Path) -> None:
         return loss * math.nan if next(taken) == 10 and rank == 1 else loss
 
     PlainSteps.step = spoilt  # type: ignore[method-assign, assignment]
-    loop.best_way = lambda *args: "plain"  # type: ignore[assignment]  # others would take the block again
     fit("classes")
 
 
@@ -274,24 +272,15 @@ def test_a_loss_that_is_no_number_in_one_is_an_error_of_all(tmp_path: Path) -> N
 # Checkpoints.
 
 
-def kill_in_the_middle(children: list[Any], folder: Path) -> int:
-    """Kills them all, one after another, after the next checkpoint; says how far they were."""
-    aim = step_in(folder) + EVERY
-    wait_until(lambda: step_in(folder) >= aim)
-    for child in children:
-        child.kill()
-        child.join()
-    return step_in(folder)
-
-
 @pytest.mark.parametrize(("case", "count"), [("stops early", 2)])
 def test_killed_and_resumed_together_they_give_the_bytes_of_one_run(case: str, count: int, tmp_path: Path) -> None:
     whole, resumed, folder = tmp_path / "whole", tmp_path / "resumed", tmp_path / "folder"
     assert together(FitAndSave(case), count, whole) == [0] * count
-    job = FitAndSave(case, checkpoint=folder, checkpoint_every=EVERY, resume=True)
-    died_at = [kill_in_the_middle(launch(job, count, resumed), folder) for _ in range(2)]
-    assert 0 < died_at[0] < died_at[1] < len(history(count, whole).losses)
-    assert together(job, count, resumed) == [0] * count, errors(count, resumed)
+    again: dict[str, Any] = {"checkpoint": folder, "checkpoint_every": EVERY, "resume": True}
+    for steps, reached in [(7, 5), (8, 10)]:  # of each process, and in the checkpoint that they leave
+        assert 0 not in together(FitAndSave(case, steps, **again), count, resumed)
+        assert step_in(folder) == reached
+    assert together(FitAndSave(case, **again), count, resumed) == [0] * count, errors(count, resumed)
     assert heads(count, resumed) == heads(count, whole)
     require_alike(history(count, resumed), history(count, whole))
 
