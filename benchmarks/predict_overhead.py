@@ -122,7 +122,7 @@ def check(method: FMGP, model: nn.Module, x: Tensor) -> Tensor:
     mean = model(x)
     handle.remove()
     pred = method.predict(x)
-    assert torch.equal(pred.mean, mean), "the mean is not the network's own output"
+    assert torch.equal(pred.latent.mean, mean), "the mean is not the network's own output"
     alone = method.predict(Outputs(mean, features=seen[0]))
     torch.testing.assert_close(pred.probs, alone.probs, rtol=1e-5, atol=1e-8)
     return mean

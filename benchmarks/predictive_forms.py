@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def errors(method: FMGP, rows: Outputs, samples: int) -> dict[str, Any]:
     pred = method.predict(rows, covariance=True)
-    mean, v = pred.mean.double(), pred.covariance.double()
+    mean, v = pred.latent.mean.double(), pred.latent.covariance.double()
     tau = float(method.likelihood.temperature.detach())  # type: ignore[operator, union-attr]
     reference = monte_carlo(samples)(mean, v, tau)
     assert rows.targets is not None

@@ -21,7 +21,8 @@ from benchmarks.harness import with_data
 from benchmarks.machine import describe
 from posthoc import FMGP, Outputs, Predictive
 from posthoc.evaluate.metrics import cqm, crps, nll
-from posthoc.predictive.base import RegressionPredictive
+from posthoc.predictive.base import LatentGaussian
+from posthoc.predictive.regression import RegressionPredictive
 
 Split = tuple[Tensor, Tensor]
 
@@ -71,7 +72,7 @@ def uci(folder: Path, name: str, seed: int) -> dict[str, Any]:
     with torch.no_grad():
         residual, mean = calibration[1] - model(calibration[0]), model(test[0])
     noise = residual.square().mean().expand_as(mean)
-    constant = RegressionPredictive(mean=mean, latent_variance=torch.zeros_like(mean), noise=noise)
+    constant = RegressionPredictive(LatentGaussian(mean, torch.zeros_like(mean)), noise)
     start = time.perf_counter()
     bayes = FMGP(model, "regression", seed=seed).fit(calibration)
     seconds = time.perf_counter() - start

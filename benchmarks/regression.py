@@ -29,7 +29,8 @@ from benchmarks.machine import describe
 from posthoc import FMGP, Predictive
 from posthoc.evaluate.metrics import coverage, cqm, crps, nll, rmse
 from posthoc.methods import MAP, Laplace
-from posthoc.predictive.base import RegressionPredictive
+from posthoc.predictive.base import LatentGaussian
+from posthoc.predictive.regression import RegressionPredictive
 from reproduction.data import load
 from reproduction.experiments.tabular import learn, mlp
 
@@ -100,7 +101,7 @@ def second_head(network: nn.Sequential, fit: Rows, seed: int) -> Callable[[Tenso
     def predict(x: Tensor) -> Predictive:
         mean, at = network(x), (network[:-1](x) - location) / spread
         variance = unit * torch.stack([head(at) for head in heads]).mean(0).exp()
-        return RegressionPredictive(mean, torch.zeros_like(mean), variance)
+        return RegressionPredictive(LatentGaussian(mean, torch.zeros_like(mean)), variance)
 
     return predict
 

@@ -94,8 +94,8 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def answers(pred: Any) -> dict[str, Tensor]:
     """Every tensor of a predictive, for comparing two to the bit."""
-    found = {name: value for name, value in vars(pred).items() if isinstance(value, Tensor)}
-    return {**found, "variance": pred.variance}
+    found = {**vars(pred), **vars(pred.latent)}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
 @contextmanager

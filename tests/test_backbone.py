@@ -208,7 +208,7 @@ def test_global_random_state_is_untouched(form: str) -> None:
     python, state = random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index]
     before = torch.get_rng_state()
     method = FMGP(model, "classification", cache=form != "without a cache", **QUICK).fit(data)
-    method.predict(data).variance  # noqa: B018
+    method.predict(data).latent.variance  # noqa: B018
     assert torch.equal(torch.get_rng_state(), before)
     assert random.getstate() == python
     assert np.array_equal(np.random.get_state()[1], state)  # type: ignore[index]
@@ -226,11 +226,11 @@ def test_mean_is_the_networks_eval_output_to_the_bit(outputs: int, flat: bool, d
     pred = FMGP(model, "regression", **QUICK).fit((x, y)).predict(x)
     expected = in_eval(model, x)
     assert expected.shape == ((N,) if flat else (N, outputs))
-    assert pred.mean.dtype == dtype
-    assert torch.equal(pred.mean, expected)
-    assert pred.variance.shape == expected.shape
-    assert pred.variance.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert not pred.mean.requires_grad
+    assert pred.latent.mean.dtype == dtype
+    assert torch.equal(pred.latent.mean, expected)
+    assert pred.latent.variance.shape == expected.shape
+    assert pred.latent.variance.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert not pred.latent.mean.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -238,7 +238,7 @@ def test_mean_of_a_classifier_is_its_logits_to_the_bit(dtype: torch.dtype) -> No
     model = Noisy(3).to(dtype).train()
     x = inputs(dtype=dtype)
     pred = FMGP(model, "classification", **QUICK).fit((x, labels())).predict(x)
-    assert torch.equal(pred.mean, in_eval(model, x))
+    assert torch.equal(pred.latent.mean, in_eval(model, x))
 
 
 # It is run as often as it should be.
@@ -379,14 +379,14 @@ def test_network_without_a_linear_falls_back_to_its_inputs() -> None:
 def test_callable_is_a_predictor() -> None:
     model = mlp()
     pred = FMGP(lambda x: model(x), "regression", **QUICK).fit((inputs(), values())).predict(inputs(5))
-    assert torch.equal(pred.mean, in_eval(model, inputs(5)))
+    assert torch.equal(pred.latent.mean, in_eval(model, inputs(5)))
 
 
 def test_callable_may_return_numpy() -> None:
     weight = values(WIDTH, 1).numpy()
     x, y = inputs().numpy(), values().numpy()
     pred = FMGP(lambda x: np.asarray(x) @ weight, "regression", **QUICK).fit((x, y)).predict(x)
-    assert np.array_equal(pred.mean.numpy(), x @ weight)
+    assert np.array_equal(pred.latent.mean.numpy(), x @ weight)
 
 
 def test_callable_may_return_the_same_buffer_every_time() -> None:
@@ -439,8 +439,8 @@ def test_mappings_in_the_manner_of_hugging_face(form: str, answer: Any) -> None:
     method = FMGP(model, "classification", **QUICK).fit(data)
     expected = answer(logits=in_eval(Encoder(lambda logits: logits), **unlabelled))
     logits = expected["logits"] if answer is dict else expected.logits
-    torch.testing.assert_close(method.predict(data).mean, logits)
-    assert torch.equal(method.predict(unlabelled).mean, logits)
+    torch.testing.assert_close(method.predict(data).latent.mean, logits)
+    assert torch.equal(method.predict(unlabelled).latent.mean, logits)
     assert method.head is not None
     assert method.head.coordinates.width("features") == HIDDEN
 
@@ -461,7 +461,7 @@ def test_batches_of_two_inputs_and_a_target(form: str) -> None:
     arrays = (inputs(), values(N, 2), values())
     data: Any = arrays if form == "arrays" else DataLoader(TensorDataset(*arrays), batch_size=7)
     method = FMGP(model, "regression", **QUICK).fit(data)
-    torch.testing.assert_close(method.predict(data).mean, in_eval(model, *arrays[:2]))
+    torch.testing.assert_close(method.predict(data).latent.mean, in_eval(model, *arrays[:2]))
 
 
 def test_kernel_on_the_inputs_wants_one_tensor_of_them() -> None:
@@ -521,8 +521,8 @@ def test_outputs_of_many_rows_are_predicted_in_order() -> None:
     model, x = mlp(), inputs(2500)
     method = FMGP(model, "regression", **QUICK).fit((inputs(), values()))
     whole, few = method.predict(recorded(model, x)), method.predict(recorded(model, x[2000:2010]))
-    assert torch.equal(whole.mean, recorded(model, x).outputs)
-    torch.testing.assert_close(whole[2000:2010].variance, few.variance)
+    assert torch.equal(whole.latent.mean, recorded(model, x).outputs)
+    torch.testing.assert_close(whole[2000:2010].latent.variance, few.latent.variance)
 
 
 def test_outputs_may_be_arrays_or_lists() -> None:
@@ -547,13 +547,13 @@ def test_kernel_on_two_spaces_reads_both_of_them() -> None:
     model, x = mlp(3), inputs()
     method = FMGP(model, "classification", kernel=two_spaces(), **QUICK).fit((x, labels()))
     at = recorded(model, x)
-    torch.testing.assert_close(method.predict(at).variance, method.predict(x).variance)
+    torch.testing.assert_close(method.predict(at).latent.variance, method.predict(x).latent.variance)
     assert at.features is not None
     for moved in (
         Outputs(at.outputs, None, 2.0 * at.features, at.inputs),
         Outputs(at.outputs, None, at.features, x + 0.5),
     ):
-        assert not torch.allclose(method.predict(moved).variance, method.predict(at).variance)
+        assert not torch.allclose(method.predict(moved).latent.variance, method.predict(at).latent.variance)
 
 
 @pytest.mark.parametrize("inducing", ["kmeans", "random", "per_class"])
@@ -574,7 +574,7 @@ def test_kernel_on_the_outputs_needs_neither_features_nor_inputs() -> None:
     model = mlp(3)
     method = FMGP(model, "classification", kernel=RBF(on="outputs"), **QUICK).fit((inputs(), labels()))
     bare = Outputs(recorded(model, inputs()).outputs)
-    torch.testing.assert_close(method.predict(bare).variance, method.predict(inputs()).variance)
+    torch.testing.assert_close(method.predict(bare).latent.variance, method.predict(inputs()).latent.variance)
 
 
 def test_layer_error_is_raised_where_a_layer_does_not_keep_rows() -> None:
@@ -603,7 +603,7 @@ def test_threads_do_not_take_each_others_features() -> None:
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
             for found, right in zip(pool.map(method.predict, parts), expected, strict=True):
-                assert torch.equal(found.variance, right.variance)
+                assert torch.equal(found.latent.variance, right.latent.variance)
 
 
 def test_streams_in_turns_leave_the_network_as_it_was() -> None:
@@ -617,7 +617,7 @@ def test_streams_in_turns_leave_the_network_as_it_was() -> None:
     found += list(second)
     assert model.training
     for pred, x in zip(found, batches, strict=True):
-        assert torch.equal(pred.mean, in_eval(model, x))
+        assert torch.equal(pred.latent.mean, in_eval(model, x))
 
 
 def test_what_the_user_writes_into_buffers_stays() -> None:
@@ -634,5 +634,5 @@ def test_heads_and_networks_of_inference_mode_serve_outside_it(tmp_path: Path) -
     method.save(tmp_path / "head")
     with torch.inference_mode():
         loaded, model = FMGP.load(tmp_path / "head", model=mlp()), Noisy()
-    assert torch.equal(loaded.predict(inputs()).variance, method.predict(inputs()).variance)
+    assert torch.equal(loaded.predict(inputs()).latent.variance, method.predict(inputs()).latent.variance)
     assert FMGP(model, "regression", **QUICK).fit((inputs(), values())).fitted

@@ -339,18 +339,18 @@ def test_half_precision_is_served_with_a_warning(task: str, dtype: torch.dtype) 
         method.fit((x, y))
     assert caught[0].filename == __file__
     pred = method.predict(x)
-    assert pred.mean.dtype == dtype
-    assert torch.equal(pred.mean, in_eval(model, x))
-    assert pred.variance.dtype == torch.float32
-    assert bool(pred.variance.isfinite().all())
-    assert bool((pred.variance > 0).all())
+    assert pred.latent.mean.dtype == dtype
+    assert torch.equal(pred.latent.mean, in_eval(model, x))
+    assert pred.latent.variance.dtype == torch.float32
+    assert bool(pred.latent.variance.isfinite().all())
+    assert bool((pred.latent.variance > 0).all())
     assert bool(pred.log_prob(y).isfinite().all())
     # The answer is that of the same outputs in full precision.
     at = recorded(model, x, y)
     assert at.features is not None
     full = Outputs(at.outputs.double(), y, at.features.double())
     expected = FMGP(None, task, **QUICK).fit(full).predict(full)
-    torch.testing.assert_close(pred.variance.double(), expected.variance, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(pred.latent.variance.double(), expected.latent.variance, rtol=1e-5, atol=1e-7)
 
 
 def test_real_arrays_are_cast_for_a_half_precision_network() -> None:
@@ -486,7 +486,7 @@ def test_more_inducing_points_than_data_are_cut_with_a_warning(inducing: str) ->
         method.fit((inputs(5), labels(5)))
     assert method.head is not None
     assert method.head.process.l_raw.shape == (5, 5)
-    assert bool(method.predict(inputs()).variance.isfinite().all())
+    assert bool(method.predict(inputs()).latent.variance.isfinite().all())
 
 
 @pytest.mark.parametrize("task", ["regression", "classification"])
@@ -495,9 +495,9 @@ def test_one_data_point_is_enough(task: str) -> None:
     y = values(1, 3) if task == "regression" else labels(1)
     method = FMGP(model, task, **{**QUICK, "num_inducing": 1}).fit((x, y))
     pred = method.predict(inputs())
-    assert bool(pred.variance.isfinite().all())
-    assert bool((pred.variance > 0).all())
-    assert torch.equal(method.predict(x).mean, in_eval(model, x))
+    assert bool(pred.latent.variance.isfinite().all())
+    assert bool((pred.latent.variance > 0).all())
+    assert torch.equal(method.predict(x).latent.mean, in_eval(model, x))
 
 
 @pytest.mark.parametrize("form", ["tensor", "numpy", "mapping"])

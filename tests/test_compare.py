@@ -70,7 +70,7 @@ def test_figures_are_those_that_evaluate_gives():
     assert found["map"].figures["nll"] == pytest.approx(
         float(torch.nn.functional.cross_entropy(test.outputs, test.targets)), rel=1e-12
     )
-    assert torch.equal(found["temperature"].fitted.predict(test).mean, test.outputs)
+    assert torch.equal(found["temperature"].fitted.predict(test).latent.mean, test.outputs)
 
 
 def test_time_is_of_the_fit_and_of_the_predictions(monkeypatch):

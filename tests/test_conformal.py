@@ -36,7 +36,8 @@ from posthoc import (
 from posthoc.base import Method
 from posthoc.evaluate.metrics import coverage, width
 from posthoc.io import read_tensors, write_tensors
-from posthoc.predictive.base import ClassificationPredictive, Predictive, RegressionPredictive
+from posthoc.predictive.base import LatentGaussian, Predictive
+from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.conformal import (
     APS,
     LAC,
@@ -47,6 +48,7 @@ from posthoc.predictive.conformal import (
     Score,
     uniform,
 )
+from posthoc.predictive.regression import RegressionPredictive
 from tests.cases import QUICK, in_eval, inputs, labels, mlp, values
 
 DOUBLE = torch.float64
@@ -62,12 +64,12 @@ CLASS_SCORES = [
 
 def gaussian(mean: Tensor, std: Tensor | float) -> RegressionPredictive:
     std = torch.as_tensor(std).expand(mean.shape).clone()
-    return RegressionPredictive(mean, std.square(), torch.zeros_like(std))
+    return RegressionPredictive(LatentGaussian(mean, std.square()), torch.zeros_like(std))
 
 
 def softmax(logits: Tensor) -> ClassificationPredictive:
     one = torch.ones((), dtype=logits.dtype)
-    return ClassificationPredictive(logits, torch.zeros_like(logits), logits.log_softmax(-1), one)
+    return ClassificationPredictive(LatentGaussian(logits, torch.zeros_like(logits)), logits.log_softmax(-1), one)
 
 
 def calibrated(pred: Predictive, y: Tensor, score: str | Score | None = None) -> Conformal:
@@ -163,7 +165,7 @@ def test_a_fitted_method_covers_where_its_own_intervals_do_not():
 
 
 def test_a_classifier_better_than_the_level_says_one_class():
-    logits = drawn_classes(4000, 0, sure=8.0)[0].mean
+    logits = drawn_classes(4000, 0, sure=8.0)[0].latent.mean
     right = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(1)).squeeze(1)
     sure = softmax(logits)
     new = answers(sure[:2000], right[:2000], sure[2000:])
@@ -254,7 +256,7 @@ def slow_score(p: list[float], c: int, score: LAC | APS, u: float) -> float:
 @pytest.mark.parametrize("score", CLASS_SCORES, ids=str)
 def test_sets_are_those_of_a_slow_implementation(score):
     (pred, y), (new, truth) = drawn_classes(60, 1, classes=7), drawn_classes(40, 2, classes=7)
-    shares = [uniform(each.mean, 3).tolist() for each in (pred, new)]
+    shares = [uniform(each.latent.mean, 3).tolist() for each in (pred, new)]
     known = [slow_score(p, c, score, u) for p, c, u in zip(pred.probs.tolist(), y.tolist(), shares[0], strict=True)]
     found = answers(pred, y, new, score)
     for level in (0.3, 0.6, 0.8, 0.9):
@@ -358,7 +360,9 @@ def test_the_predicted_class_is_the_networks_own_where_probabilities_are_equal(s
     """Two logits that differ, and whose float32 probabilities do not."""
     logits = torch.tensor([[0.0, 1e-9, -30.0]], dtype=DOUBLE).repeat(30, 1)
     pred = ClassificationPredictive(
-        logits, torch.zeros_like(logits), logits.float().log_softmax(-1), torch.ones((), dtype=torch.float32)
+        LatentGaussian(logits, torch.zeros_like(logits)),
+        logits.float().log_softmax(-1),
+        torch.ones((), dtype=torch.float32),
     )
     found = answers(pred, torch.ones(30, dtype=torch.long), pred, score)
     assert found.sets(0.5)[0].tolist() == [False, True, False]
@@ -462,11 +466,11 @@ def test_streams_and_rows_give_what_the_whole_gives(task):
     whole, parts = conformal.predict(x), list(conformal.stream(DataLoader(TensorDataset(x, y), batch_size=64)))
     assert [len(part) for part in parts] == [64, 64, 64, 8]
     assert len(whole) == 200
-    assert torch.equal(whole.mean, whole.base.mean)
+    assert torch.equal(whole.latent.mean, whole.base.latent.mean)
     torch.testing.assert_close(torch.cat([part.covers(torch.zeros_like(y[: len(part)]), 0.7) for part in parts]),
                                whole.covers(torch.zeros_like(y), 0.7))  # fmt: skip
     assert torch.equal(whole[7].covers(y[7:8], 0.7), whole.covers(y, 0.7)[7:8])
-    assert torch.equal(whole[10:20].base.mean, whole.base.mean[10:20])
+    assert torch.equal(whole[10:20].latent.mean, whole.base.latent.mean[10:20])
 
 
 def test_a_stream_is_forgotten_as_it_is_calibrated_on() -> None:
@@ -633,7 +637,7 @@ def test_scores_by_name():
 
 def test_predictions_do_not_read_targets():
     method = MAP(mlp(3), "classification").fit((inputs(), labels()))
-    assert torch.equal(method.predict([(inputs(), ["cat"] * 30)]).mean, method.predict(inputs()).mean)
+    assert torch.equal(method.predict([(inputs(), ["cat"] * 30)]).latent.mean, method.predict(inputs()).latent.mean)
 
 
 def test_scores_are_those_of_the_task():

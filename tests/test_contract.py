@@ -91,26 +91,31 @@ def test_the_mean_is_the_networks_own_output_and_the_network_stays(case):
     assert all(torch.equal(v, before[k]) for k, v in case.model.state_dict().items())
     if case.kind.fixed_mean:
         with torch.no_grad():
-            assert torch.equal(pred.mean, case.model.eval()(case.x))
+            assert torch.equal(pred.latent.mean, case.model.eval()(case.x))
 
 
 def test_shapes_and_ranges(case):
     pred = case.make().fit((case.x, case.y)).predict(case.x, covariance=True)
-    n, c = pred.mean.shape
-    assert pred.variance.shape == (n, c)
-    assert pred.mean.dtype == case.x.dtype
-    assert (pred.variance >= 0).all()
-    torch.testing.assert_close(pred.std.square(), pred.variance)
-    torch.testing.assert_close(pred.covariance.diagonal(dim1=1, dim2=2), pred.variance, rtol=1e-4, atol=1e-6)
-    assert torch.equal(pred[7].covariance, pred.covariance[7:8])
+    n, c = pred.latent.mean.shape
+    assert pred.latent.variance.shape == (n, c)
+    assert pred.latent.mean.dtype == case.x.dtype
+    assert (pred.latent.variance >= 0).all()
+    torch.testing.assert_close(pred.latent.std.square(), pred.latent.variance)
+    torch.testing.assert_close(
+        pred.latent.covariance.diagonal(dim1=1, dim2=2), pred.latent.variance, rtol=1e-4, atol=1e-6
+    )
+    assert torch.equal(pred[7].latent.covariance, pred.latent.covariance[7:8])
     assert pred.log_prob(case.y).shape == (n,)
-    assert pred.sample(5).shape == (5, n, c)
+    assert pred.sample(5).shape == ((5, n) if case.task == "classification" else (5, n, c))
+    assert pred.latent.sample(5).shape == (5, n, c)
     if case.task == "classification":
         torch.testing.assert_close(pred.probs.sum(-1), torch.ones(n))
         assert (pred.entropy() >= 0).all()
-        assert (pred.mutual_information() <= pred.entropy() + 0.1).all()
+        if pred.latent.has_variance:
+            assert (pred.mutual_information() <= pred.entropy() + 0.1).all()
         if pred.keeps_argmax:
-            assert torch.equal(pred.probs.argmax(-1), pred.mean.argmax(-1))
+            assert torch.equal(pred.probs.argmax(-1), pred.latent.mean.argmax(-1))
+        assert torch.equal(pred.labels, pred.probs.argmax(-1))
     else:
         torch.testing.assert_close(pred.latent_variance + pred.noise, pred.variance)
         lower, upper = pred.interval(0.9)
@@ -119,7 +124,7 @@ def test_shapes_and_ranges(case):
 
 def test_same_seed_same_numbers(case):
     a, b = (case.make(seed=3).fit((case.x, case.y)).predict(case.x) for _ in range(2))
-    assert torch.equal(a.variance, b.variance)
+    assert torch.equal(a.latent.variance, b.latent.variance)
     assert torch.equal(a.log_prob(case.y), b.log_prob(case.y))
 
 
@@ -127,18 +132,18 @@ def test_batches_loaders_and_outputs_agree(case):
     method = case.make().fit(DataLoader(TensorDataset(case.x, case.y), batch_size=30))
     whole = method.predict(case.x)
     streamed = method.predict(DataLoader(TensorDataset(case.x, case.y), batch_size=30))
-    assert streamed.mean.shape == whole.mean.shape
+    assert streamed.latent.mean.shape == whole.latent.mean.shape
     if case.kind.rows_alone:
-        torch.testing.assert_close(streamed.mean, whole.mean)
-        torch.testing.assert_close(streamed.variance, whole.variance)
+        torch.testing.assert_close(streamed.latent.mean, whole.latent.mean)
+        torch.testing.assert_close(streamed.latent.variance, whole.latent.variance)
     if not case.kind.black_box:
         with pytest.raises(DataError, match="fmgp"):
-            method.predict(Outputs(whole.mean))
+            method.predict(Outputs(whole.latent.mean))
         return
     with torch.no_grad():
         features = case.model[:-1].eval()(case.x)
         outputs = Outputs(case.model(case.x), case.y, features, case.x)
-    torch.testing.assert_close(method.predict(outputs).variance, whole.variance)
+    torch.testing.assert_close(method.predict(outputs).latent.variance, whole.latent.variance)
 
 
 def test_saved_and_loaded_heads_predict_the_same(case, tmp_path):
@@ -148,7 +153,7 @@ def test_saved_and_loaded_heads_predict_the_same(case, tmp_path):
     again = type(method).load(tmp_path / "head.safetensors", model=model)
     assert type(load(tmp_path / "head.safetensors", model=model)) is type(method)
     a, b = method.predict(case.x), again.predict(case.x)
-    assert torch.equal(a.variance, b.variance)
+    assert torch.equal(a.latent.variance, b.latent.variance)
     assert torch.equal(a.log_prob(case.y), b.log_prob(case.y))
 
 
@@ -179,12 +184,12 @@ def test_on_a_gpu_where_there_is_one(case):
         pytest.skip("no CUDA device here")
     model, x, y = case.model.cuda(), case.x.cuda(), case.y.cuda()
     pred = case.make(model).fit((x, y)).predict(x)
-    assert pred.variance.is_cuda
+    assert pred.latent.variance.is_cuda
     if case.kind.fixed_mean:
         with torch.no_grad():
-            assert torch.equal(pred.mean, model.eval()(x))
+            assert torch.equal(pred.latent.mean, model.eval()(x))
     again = case.make(model).fit((x, y)).predict(x)
-    assert torch.equal(pred.variance, again.variance)
+    assert torch.equal(pred.latent.variance, again.latent.variance)
     away = case.make(model.cpu(), device="cuda").fit((case.x, case.y), val=(case.x, case.y)).predict(case.x)
-    assert not away.variance.is_cuda
+    assert not away.latent.variance.is_cuda
     assert (away.mutual_information() if case.task == "classification" else away.std).isfinite().all()

@@ -12,10 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posthoc import MAP, OptionError, WrongTaskError
+from posthoc import FMGP, OptionError, WrongTaskError
 from posthoc.evaluate.metrics import aurc, risk_coverage
-from posthoc.predictive.base import ClassificationPredictive, RegressionPredictive
+from posthoc.predictive.base import LatentGaussian
+from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.conformal import Conformal
+from posthoc.predictive.regression import RegressionPredictive
 
 DOUBLE = torch.float64
 PAGE = (Path(__file__).parent.parent / "docs" / "decisions.md").read_text()
@@ -25,19 +27,19 @@ def reals(n: int = 50, outputs: int | None = None) -> RegressionPredictive:
     g = torch.Generator().manual_seed(0)
     shape = (n,) if outputs is None else (n, outputs)
     mean, latent, noise = (torch.randn(shape, generator=g, dtype=DOUBLE) for _ in range(3))
-    return RegressionPredictive(mean, latent.exp(), noise.exp())
+    return RegressionPredictive(LatentGaussian(mean, latent.exp()), noise.exp())
 
 
 def classes(n: int = 50) -> ClassificationPredictive:
     g = torch.Generator().manual_seed(1)
     logits = 3.0 * torch.randn(n, 4, generator=g)
     variance = torch.rand(n, 4, generator=g)
-    return ClassificationPredictive(logits, variance, logits.log_softmax(-1), torch.ones(()))
+    return ClassificationPredictive(LatentGaussian(logits, variance), logits.log_softmax(-1), torch.ones(()))
 
 
 def with_std(std: list[float]) -> RegressionPredictive:
     values = torch.tensor(std, dtype=DOUBLE)
-    return RegressionPredictive(torch.zeros_like(values), values.square(), torch.zeros_like(values))
+    return RegressionPredictive(LatentGaussian(torch.zeros_like(values), values.square()), torch.zeros_like(values))
 
 
 def slow(scores: list[float], count: int) -> list[bool]:
@@ -114,11 +116,11 @@ def test_a_quantile_of_the_uncertainty_is_the_threshold_of_a_budget():
 
 def test_uncertainties_by_name():
     pred = classes()
-    p = pred.mean.double().softmax(-1)
+    p = pred.latent.mean.double().softmax(-1)
     expected = {
         "entropy": -(p * p.log()).sum(-1),
         "least_confidence": 1.0 - p.max(-1).values,
-        "variance": pred.logit_variance.double().mean(-1),
+        "variance": pred.latent.variance.double().mean(-1),
         "mutual_information": pred.mutual_information().double(),
     }
     for by, score in expected.items():
@@ -147,7 +149,7 @@ def test_a_function_of_the_predictions_is_an_uncertainty():
 def test_very_sure_predictions_have_an_order():
     logits = torch.tensor([[30.0, 0.0], [20.0, 0.0], [40.0, 0.0]])
     log_probs = logits.double().log_softmax(-1).float()
-    pred = ClassificationPredictive(logits, torch.zeros_like(logits), log_probs, torch.ones(()))
+    pred = ClassificationPredictive(LatentGaussian(logits, torch.zeros_like(logits)), log_probs, torch.ones(()))
     assert (pred.probs[:, 0] == 1).all()
     for by in ("entropy", "least_confidence"):
         assert pred.defer(1, by=by).tolist() == [False, True, False]
@@ -156,14 +158,14 @@ def test_very_sure_predictions_have_an_order():
 def test_many_classes_are_worked_out_some_rows_at_a_time(monkeypatch):
     pred = classes(49)
     whole = pred.uncertainty()
-    monkeypatch.setattr("posthoc.predictive.base.AT_ONCE", 12)
+    monkeypatch.setattr("posthoc.predictive.base.rows_that_fit", lambda numbers: 3)
     assert torch.equal(pred.uncertainty(), whole)
 
 
 def test_unknown_names_and_the_other_tasks_are_refused():
     with pytest.raises(OptionError, match=r"'entropy', 'least_confidence', .* got 'doubt'"):
         classes().defer(0.1, by="doubt")
-    with pytest.raises(WrongTaskError, match="log_probs is for classification; this is a RegressionPredictive"):
+    with pytest.raises(WrongTaskError, match="entropy is for classification; this is a RegressionPredictive"):
         reals().defer(0.1, by="entropy")
     with pytest.raises(WrongTaskError, match="mutual_information is for classification"):
         reals().defer(0.1, by="mutual_information")
@@ -180,7 +182,7 @@ def test_what_is_kept_has_the_risk_that_the_curve_says(by):
     risks = []
     for count in range(400):
         kept = ~pred.defer(count, by=by)
-        risks.append(float((pred.mean.argmax(-1) != y)[kept].double().mean()))
+        risks.append(float((pred.labels != y)[kept].double().mean()))
     torch.testing.assert_close(risk_coverage(pred, y, by)[1], torch.tensor(risks, dtype=DOUBLE).flip(0))
     torch.testing.assert_close(float(aurc(pred, y, by)), float(np.mean(risks)))
 
@@ -193,14 +195,14 @@ def test_the_page_runs(tmp_path, monkeypatch):
     x = torch.randn(900, 4, generator=g)
     with torch.no_grad():
         y = torch.multinomial(model(x).softmax(-1), 1, generator=g).squeeze(1)
-    bayes = MAP(model, "classification").fit((x[:300], y[:300]))
+    bayes = FMGP(model, "classification", variance="shared", steps=3, num_inducing=4).fit((x[:300], y[:300]))
     names = {"bayes": bayes, "calibration": (x[300:600], y[300:600]), "x": x[600:], "y": y[600:], "x_val": x[:300]}
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     assert len(blocks) == 4
     for block in blocks:
         exec(block, names)
     assert int(names["hard"].sum()) == 30
-    wrong = (names["machine"].mean.argmax(-1) != names["y"][~names["hard"]]).double().mean()
+    wrong = (names["machine"].labels != names["y"][~names["hard"]]).double().mean()
     torch.testing.assert_close(names["risk"][269], wrong)
     names["conformal"].save("conformal.safetensors")
     assert isinstance(Conformal.load("conformal.safetensors", bayes), Conformal)

@@ -60,14 +60,15 @@ def test_moments_are_those_of_the_draws(task):
     classes = task == "classification"
     pred = from_draws(draws, categorical() if classes else gaussian(), covariance=True)
     noise = np.zeros(C) if classes else 0.5 * np.array([2.0, 4.0, 6.0]) ** 2
-    np.testing.assert_allclose(pred.mean, draws.numpy().mean(0))
-    np.testing.assert_allclose(pred.variance, draws.numpy().var(0) + noise, rtol=1e-6)
+    spread = pred.latent if classes else pred
+    np.testing.assert_allclose(pred.latent.mean, draws.numpy().mean(0))
+    np.testing.assert_allclose(spread.variance, draws.numpy().var(0) + noise, rtol=1e-6)
     for n in range(N):
         expected = np.cov(draws[:, n].numpy(), rowvar=False, bias=True) + np.diag(noise)
-        np.testing.assert_allclose(pred.covariance[n], expected, rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(spread.covariance[n], expected, rtol=1e-6, atol=1e-12)
     without = from_draws(draws, categorical() if classes else gaussian())
     with pytest.raises(OptionError, match="covariance=True"):
-        _ = without.covariance
+        _ = without.latent.covariance
 
 
 def test_regression_without_a_column_has_none_in_the_answer():
@@ -90,7 +91,7 @@ def test_mutual_information_is_entropy_less_the_mean_entropy():
 
 def test_samples_are_whole_functions():
     draws = drawn(S, N, C)
-    some = from_draws(draws, categorical()).sample(700, torch.Generator().manual_seed(1))
+    some = from_draws(draws, categorical()).latent.sample(700, torch.Generator().manual_seed(1))
     which = [[torch.equal(f, draw) for draw in draws].index(True) for f in some]  # the same draw for every row
     count = Counter(which)
     assert set(count) == set(range(S))
@@ -119,18 +120,26 @@ def test_rows_batches_and_devices(likelihood: Likelihood):
         joined.sample(3, torch.Generator().manual_seed(0)), whole.sample(3, torch.Generator().manual_seed(0))
     )
     row = whole[3]
-    assert row.draws.shape == (1, S, C)
-    assert torch.equal(row.draws[0], draws[:, 3])
-    assert torch.equal(row.covariance, whole.covariance[3:4])
+    assert row.latent.draws is not None
+    assert row.latent.draws.shape == (1, S, C)
+    assert torch.equal(row.latent.draws[0], draws[:, 3])
+    assert torch.equal(row.latent.covariance, whole.latent.covariance[3:4])
     moved = whole.to("meta")
-    assert moved.draws.device.type == moved.mean.device.type == "meta"
+    assert moved.latent.draws is not None
+    assert moved.latent.draws.device.type == moved.latent.mean.device.type == "meta"
 
 
 def test_half_precision_is_worked_out_in_more():
     draws = (1000.0 + drawn(S, N, C)).to(torch.float16)
     pred = from_draws(draws, categorical())
-    assert pred.mean.dtype == pred.variance.dtype == pred.log_probs.dtype == pred.draws.dtype == torch.float32
-    np.testing.assert_allclose(pred.variance, draws.double().numpy().var(0), rtol=1e-5)
+    assert (
+        pred.latent.mean.dtype
+        == pred.latent.variance.dtype
+        == pred.log_probs.dtype
+        == pred.latent.draws.dtype
+        == torch.float32
+    )
+    np.testing.assert_allclose(pred.latent.variance, draws.double().numpy().var(0), rtol=1e-5)
 
 
 # The noise.
@@ -218,7 +227,7 @@ def test_dropout_is_on_wherever_it_is_in_a_network(kind):
     model = kind() if kind is not Noisy else Noisy(2)
     fast = torch.backends.mha.get_fastpath_enabled()
     pred = Dropout(model, "classification", samples=10).fit((inputs(), labels(classes=2))).predict(inputs())
-    assert (pred.variance > 0).any(-1).all()
+    assert (pred.latent.variance > 0).any(-1).all()
     assert torch.backends.mha.get_fastpath_enabled() == fast
 
 
@@ -229,7 +238,7 @@ def test_nothing_but_dropout_is_on():
     assert isinstance(dropout, nn.Dropout)
     dropout.p = 1e-7
     pred = Dropout(model, "classification", samples=3).fit((inputs(), labels(classes=2))).predict(inputs())
-    torch.testing.assert_close(pred.mean, in_eval(model, inputs()))
+    torch.testing.assert_close(pred.latent.mean, in_eval(model, inputs()))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -47,9 +47,9 @@ def test_with_all_points_and_directions_it_is_the_linearised_laplace_approximati
     model, x, y, new = case(task)
     method = ELLA(model, task, weights=weights, prior_variance=0.3, **EVERYTHING).fit((x, y))
     pred = method.predict(new, covariance=True)
-    found = pred.logit_covariance if task == "classification" else pred.latent_covariance
+    found = pred.latent.full_covariance
     torch.testing.assert_close(found, dense(method, model, x, new), rtol=1e-6, atol=1e-9)
-    assert torch.equal(pred.mean, model(new).detach())
+    assert torch.equal(pred.latent.mean, model(new).detach())
 
 
 @pytest.mark.parametrize("weights", ["last", "all"])
@@ -66,7 +66,7 @@ def test_it_is_what_laplace_torch_gives(weights):
         .fit((x, y))
         .predict(new, covariance=True)
     )
-    torch.testing.assert_close(pred.logit_covariance, expected.detach(), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(pred.latent.full_covariance, expected.detach(), rtol=1e-4, atol=1e-7)
     probit = theirs(new, pred_type="glm", link_approx="probit").detach()
     torch.testing.assert_close(pred.probs, probit, rtol=1e-4, atol=1e-6)
 
@@ -87,12 +87,12 @@ def test_few_directions_are_a_projection():
     """With fewer directions the weights move in a subspace: the leading one of the tangent kernel."""
     model, x, y, new = case("classification")
     method = ELLA(model, "classification", weights="all", num_features=5, num_points=10_000, prior_variance=0.3)
-    found = method.fit((x, y)).predict(new, covariance=True).logit_covariance
+    found = method.fit((x, y)).predict(new, covariance=True).latent.full_covariance
     j = jacobian(model, x)
     basis = torch.linalg.svd(j.flatten(0, 1), full_matrices=False).Vh[:5]
     expected = covariance(j @ basis.mT, hessians(model(x).detach()), jacobian(model, new) @ basis.mT, 0.3)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
-    assert (method.predict(new).variance < dense(method, model, x, new).diagonal(dim1=1, dim2=2)).all()
+    assert (method.predict(new).latent.variance < dense(method, model, x, new).diagonal(dim1=1, dim2=2)).all()
 
 
 def test_leading_directions_are_orthonormal_and_leave_out_what_is_rounding():
@@ -112,7 +112,7 @@ def test_a_last_layer_without_a_bias():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3, bias=False)).double()
     method = ELLA(model, "classification", prior_variance=0.3, **EVERYTHING).fit((x, y))
-    found = method.predict(new, covariance=True).logit_covariance
+    found = method.predict(new, covariance=True).latent.full_covariance
     torch.testing.assert_close(found, dense(method, model, x, new), rtol=1e-6, atol=1e-9)
 
 
@@ -120,7 +120,7 @@ def test_a_file_of_outputs_and_features_is_enough_for_the_last_layer():
     model, x, y, new = case("classification")
     with_network = ELLA(model, "classification", num_points=50, seed=1).fit((x, y)).predict(new)
     from_outputs = ELLA(None, "classification", num_points=50, seed=1).fit(recorded(model, x, y))
-    torch.testing.assert_close(from_outputs.predict(recorded(model, new)).variance, with_network.variance)
+    torch.testing.assert_close(from_outputs.predict(recorded(model, new)).latent.variance, with_network.latent.variance)
 
 
 def test_the_latent_gaussian_is_its_covariance_written_out():
@@ -159,7 +159,7 @@ def test_it_stops_early_where_validation_data_say_so():
     full = ELLA(model, "classification", early_stop=False, **options).fit(train, val=val)
     assert stopped.choice.rows < full.choice.rows == 300
     assert stopped.predict(val[0]).log_prob(val[1]).mean() > full.predict(val[0]).log_prob(val[1]).mean()
-    assert (stopped.predict(val[0]).variance >= full.predict(val[0]).variance - 1e-9).all()
+    assert (stopped.predict(val[0]).latent.variance >= full.predict(val[0]).latent.variance - 1e-9).all()
 
 
 def test_scores_are_those_of_predict():
@@ -192,8 +192,8 @@ def test_loaders_arrays_and_saved_heads_agree(tmp_path):
     method = ELLA(model, "classification", **options).fit((x, y), val=(x, y))
     loader = DataLoader(TensorDataset(x, y), batch_size=256)
     torch.testing.assert_close(
-        ELLA(model, "classification", **options).fit(loader, val=loader).predict(new).variance,
-        method.predict(new).variance,
+        ELLA(model, "classification", **options).fit(loader, val=loader).predict(new).latent.variance,
+        method.predict(new).latent.variance,
     )
     method.save(tmp_path / "head.safetensors")
     again = ELLA.load(tmp_path / "head.safetensors", model=model)
@@ -209,10 +209,10 @@ def test_loaders_arrays_and_saved_heads_agree(tmp_path):
 def test_a_failed_fit_leaves_the_method_as_it_was():
     model, x, y, new = case("classification")
     method = ELLA(model, "classification", weights="all").fit((x, y))
-    before = method.predict(new).variance
+    before = method.predict(new).latent.variance
     with pytest.raises(DataError, match="two classes"):
         method.fit((x[:20] + 1.0, torch.zeros(20, dtype=torch.long)))
-    assert torch.equal(method.predict(new).variance, before)
+    assert torch.equal(method.predict(new).latent.variance, before)
 
 
 def test_gradients_that_do_not_fit_are_refused_with_their_size():
@@ -262,4 +262,6 @@ def test_a_temperature_that_was_fixed_is_kept():
     weights = last_only(model, model[-1])
     curvature = hessians(model(x).detach() / 2.0) / 4.0
     expected = covariance(jacobian(weights, x), curvature, jacobian(weights, new), 0.3)
-    torch.testing.assert_close(method.predict(new, covariance=True).logit_covariance, expected, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        method.predict(new, covariance=True).latent.full_covariance, expected, rtol=1e-6, atol=1e-9
+    )

@@ -24,9 +24,9 @@ def test_probabilities_are_averaged_over_the_networks():
     pred = Ensemble(members, "classification").fit((x, labels())).predict(x, covariance=True)
     said = torch.stack([in_eval(member, x) for member in members]).double()
     torch.testing.assert_close(pred.probs.double(), said.softmax(-1).mean(0))
-    torch.testing.assert_close(pred.mean.double(), said.mean(0))
-    torch.testing.assert_close(pred.variance.double(), said.var(0, unbiased=False))
-    assert torch.equal(pred.sample(2, torch.Generator().manual_seed(0))[0], pred.draws[:, 2])
+    torch.testing.assert_close(pred.latent.mean.double(), said.mean(0))
+    torch.testing.assert_close(pred.latent.variance.double(), said.var(0, unbiased=False))
+    assert torch.equal(pred.latent.sample(2, torch.Generator().manual_seed(0))[0], pred.latent.draws[:, 2])
 
 
 def test_regression_adds_the_noise_that_is_left():
@@ -82,7 +82,7 @@ def test_networks_may_be_of_different_kinds():
     members = [mlp(3), nn.Linear(3, 3), lambda_module()]
     x = inputs()
     pred = Ensemble(members, "classification").fit((x, labels())).predict(x)
-    torch.testing.assert_close(pred.mean, torch.stack([in_eval(m, x) for m in members]).mean(0))
+    torch.testing.assert_close(pred.latent.mean, torch.stack([in_eval(m, x) for m in members]).mean(0))
 
 
 def lambda_module() -> nn.Module:

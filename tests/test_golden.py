@@ -77,18 +77,20 @@ def answers(pred: Any, data: Data) -> Numbers:
     y = data.test.targets
     if hasattr(type(pred), "covers"):
         return {**conformal_answers(pred, y), **answers(pred.base, data)}
-    found: dict[str, Tensor] = {"mean": pred.mean, "variance": pred.variance, "log_prob": pred.log_prob(y)}
+    found: dict[str, Tensor] = {"mean": pred.latent.mean, "log_prob": pred.log_prob(y)}
     if data.test.targets is not None and data.test.targets.is_floating_point():
         lower, upper = pred.interval(0.9)
         found |= {"latent_variance": pred.latent_variance, "noise": pred.noise, "lower": lower, "upper": upper}
         found |= {"quantile_0.05": pred.quantile(0.05), "quantile_0.6": pred.quantile(0.6), "cdf": pred.cdf(y)}
-        if pred.latent_covariance is not None:
+        found["variance"] = pred.variance
+        if pred.latent.full_covariance is not None:
             found["covariance"] = pred.covariance
     else:
         found |= {"probs": pred.probs, "log_probs": pred.log_probs, "entropy": pred.entropy()}
         found["temperature"] = pred.temperature
-        if pred.logit_covariance is not None:
-            found["covariance"] = pred.covariance
+        found["variance"] = pred.latent.variance
+        if pred.latent.full_covariance is not None:
+            found["covariance"] = pred.latent.covariance
     return numpy(found)
 
 

@@ -110,7 +110,7 @@ def test_linear_regression_is_the_closed_form():
     expected = (t @ exact.covariance @ t.mT).diagonal()[:, None]
     torch.testing.assert_close(pred.latent_variance, expected, rtol=0.3, atol=0)
     torch.testing.assert_close(pred.noise, noise.mean().expand(2, 1))
-    torch.testing.assert_close(pred.mean, t @ draws.mean(0)[:, None])
+    torch.testing.assert_close(pred.latent.mean, t @ draws.mean(0)[:, None])
 
 
 def test_classification_is_the_sum_over_a_grid():
@@ -190,13 +190,13 @@ def test_frozen_weights_stay(tmp_path):
         hidden = model[:-1](x)
         expected = torch.stack([hidden @ w[:12].view(2, 6).mT + w[12:] for w in method.weights]).mean(0)
     pred = method.predict(x)
-    torch.testing.assert_close(pred.mean, expected)
+    torch.testing.assert_close(pred.latent.mean, expected)
     # What was frozen then need not be frozen now.
     method.save(tmp_path / "head.safetensors")
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     again = HMC.load(tmp_path / "head.safetensors", model=model)
-    assert torch.equal(again.predict(x).variance, pred.variance)
+    assert torch.equal(again.predict(x).latent.variance, pred.latent.variance)
     assert again.diagnostics == method.diagnostics
     for parameter in model.parameters():
         parameter.requires_grad_(False)

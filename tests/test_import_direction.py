@@ -21,7 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     for names in (
         "errors",
         "optional",
-        "validation io numerics progress",
+        "validation io numerics progress display",
         "collect",
         "kernels",
         "predictive",

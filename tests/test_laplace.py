@@ -81,11 +81,11 @@ def test_the_posterior_is_the_inverse_of_the_dense_matrix():
         sigma = torch.linalg.inv(dense_hessian(data, form) + 0.7 * torch.eye(18, dtype=DOUBLE))
         j = jacobians(data.features, 3)
         v = j @ sigma @ j.mT
-        torch.testing.assert_close(pred.covariance, v, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(pred.latent.covariance, v, rtol=1e-8, atol=1e-10)
         # laplace-torch's "probit"
         scaled = data.outputs / (1.0 + math.pi / 8.0 * v.diagonal(dim1=1, dim2=2)).sqrt()
         torch.testing.assert_close(pred.probs, scaled.softmax(-1))
-        assert torch.equal(pred.mean, data.outputs)
+        assert torch.equal(pred.latent.mean, data.outputs)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -135,7 +135,7 @@ def test_regression_is_bayesian_linear_regression_at_its_greatest_evidence(form,
     h = (unit / found[:, None, None, None]).reshape(12, 12) + delta * torch.eye(12, dtype=DOUBLE)
     j = jacobians(data.features, 2)
     v = j @ torch.linalg.inv(h) @ j.mT
-    torch.testing.assert_close(pred.latent_covariance, v, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(pred.latent.full_covariance, v, rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(pred.variance, v.diagonal(dim1=1, dim2=2) + found, rtol=1e-7, atol=1e-9)
 
 
@@ -191,7 +191,7 @@ def test_validation_data_choose_what_is_best_on_them(task):
     _, _, _, val = case(task, n=4000, seed=9)
     given, g = 3.0, torch.Generator().manual_seed(0)
     truth = Laplace(None, task, curvature="full", prior=given).fit(data).predict(val, covariance=True)
-    drawn = truth.sample(1, g)[0]
+    drawn = (truth.latent if task == "classification" else truth).sample(1, g)[0]
     y = torch.multinomial(drawn.softmax(-1), 1, generator=g).squeeze(-1) if task == "classification" else drawn
     val = val.with_targets(y)
     method = Laplace(None, task, curvature="full", prior="val").fit(data, val=val)
@@ -221,7 +221,9 @@ def test_rows_that_stand_for_several_points_count_as_several():
             a = Laplace(None, task, curvature=form).fit(data, num_data=160)
             b = Laplace(None, task, curvature=form).fit(twice)
             assert a.prior_precision == pytest.approx(b.prior_precision, rel=1e-6)
-            torch.testing.assert_close(a.predict(data).variance, b.predict(data).variance, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(
+                a.predict(data).latent.variance, b.predict(data).latent.variance, rtol=1e-6, atol=1e-9
+            )
 
 
 def test_a_temperature_of_the_likelihood_divides_the_logits():
@@ -231,7 +233,7 @@ def test_a_temperature_of_the_likelihood_divides_the_logits():
     half = Outputs(data.outputs / 2, data.targets, data.features)
     cool = Laplace(None, Categorical(temperature=1.0, prediction="pairwise"), prior=2.0).fit(half).predict(half)
     torch.testing.assert_close(warm.probs, cool.probs)
-    torch.testing.assert_close(warm.variance, 4 * cool.variance)
+    torch.testing.assert_close(warm.latent.variance, 4 * cool.latent.variance)
     assert warm.keeps_argmax
     precisions = [
         Laplace(None, Categorical(temperature=t)).fit(d).prior_precision for t, d in ((2.0, data), (1.0, half))
@@ -244,7 +246,7 @@ def test_more_draws_come_closer_to_the_integral():
     _, _, _, data = case("classification", n=40)
     dense = Laplace(None, "classification", curvature="full").fit(data).predict(data, covariance=True)
     g = torch.Generator().manual_seed(0)
-    truth = dense.sample(100_000, g).softmax(-1).mean(0)
+    truth = dense.latent.sample(100_000, g).softmax(-1).mean(0)
     errors = []
     for samples in (8, 8192):
         likelihood = Categorical(1.0, prediction="monte_carlo", samples=samples)
@@ -364,7 +366,7 @@ def test_a_failed_fit_leaves_the_last_one():
     before = method.predict(data)
     with pytest.raises(DataError):
         method.fit(Outputs(data.outputs, data.targets))
-    assert torch.equal(method.predict(data).variance, before.variance)
+    assert torch.equal(method.predict(data).latent.variance, before.latent.variance)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -375,7 +377,7 @@ def test_saved_and_loaded(task, form, tmp_path):
     method.save(tmp_path / "head.safetensors")
     again = Laplace.load(tmp_path / "head.safetensors")
     assert again.prior_precision == method.prior_precision
-    assert torch.equal(again.predict(data).variance, method.predict(data).variance)
+    assert torch.equal(again.predict(data).latent.variance, method.predict(data).latent.variance)
     assert torch.equal(again.predict(data).log_prob(data.targets), method.predict(data).log_prob(data.targets))
 
 
@@ -449,7 +451,7 @@ def test_classification_equals_laplace_torch(form, theirs):
         pred = method.predict(new, covariance=True)
         torch.testing.assert_close(pred.probs, la(x, pred_type="glm", link_approx="probit"), rtol=1e-5, atol=1e-6)
         covariance = la._glm_predictive_distribution(x)[1]
-        torch.testing.assert_close(pred.covariance, covariance, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(pred.latent.covariance, covariance, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -462,7 +464,7 @@ def test_regression_equals_laplace_torch(form, width, theirs):
     pred = method.predict(x, covariance=True)
     assert method.prior_precision == pytest.approx(float(la.prior_precision), rel=1e-4)
     torch.testing.assert_close(pred.noise.sqrt(), la.sigma_noise.expand(pred.noise.shape), rtol=1e-4, atol=0)
-    torch.testing.assert_close(pred.latent_covariance, la(x)[1], rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(pred.latent.full_covariance, la(x)[1], rtol=1e-4, atol=1e-7)
 
 
 def test_a_layer_without_a_bias_equals_laplace_torch(theirs):
@@ -502,8 +504,8 @@ def test_the_adapter_gives_what_laplace_torch_gives(task, subset, hessian, subne
     la = theirs(network(3), x, y, hessian, task, subset, **extra)
     their_prior(la, noise=task == "regression")
     assert method.prior_precision == pytest.approx(float(la.prior_precision), rel=1e-4)
-    torch.testing.assert_close(pred.mean, model(x).detach(), rtol=0, atol=0)
-    found = pred.covariance if task == "classification" else pred.latent_covariance
+    torch.testing.assert_close(pred.latent.mean, model(x).detach(), rtol=0, atol=0)
+    found = pred.latent.full_covariance
     torch.testing.assert_close(found, la._glm_predictive_distribution(x)[1], rtol=1e-3, atol=1e-6)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.training
@@ -511,7 +513,7 @@ def test_the_adapter_gives_what_laplace_torch_gives(task, subset, hessian, subne
     assert not hasattr(model, "output_size")
     method.save(tmp_path / "head.safetensors")
     again = methods.load(tmp_path / "head.safetensors", model=model).predict(x)  # though it is not in the registry
-    assert torch.equal(again.variance, pred.variance)
+    assert torch.equal(again.latent.variance, pred.latent.variance)
     assert torch.equal(again.log_prob(y), pred.log_prob(y))
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from posthoc.evaluate.metrics import coverage, cqm, crps, crps_of_draws
 from posthoc.predictive import residual_mixture as law_module
-from posthoc.predictive.base import RegressionPredictive
+from posthoc.predictive.base import LatentGaussian
+from posthoc.predictive.regression import RegressionPredictive
 from posthoc.predictive.residual_mixture import NORMAL, PRIOR_ROWS, Law, balanced, mixed, normals
 
 LEVELS = (0.001, 0.025, 0.5, 0.9, 0.9999)
@@ -182,7 +183,7 @@ def test_a_biased_network_keeps_its_mean() -> None:
 def predictive(law: Law | None, n: int = 7) -> RegressionPredictive:
     generator = torch.Generator().manual_seed(3)
     mean, latent, noise = (torch.rand(n, 2, generator=generator, dtype=torch.float64) for _ in range(3))
-    return RegressionPredictive(mean, latent, noise, law=law)
+    return RegressionPredictive(LatentGaussian(mean, latent), noise, law=law)
 
 
 def test_the_normal_law_is_the_gaussian_predictive() -> None:
@@ -227,6 +228,8 @@ def test_draws_with_a_covariance_have_it() -> None:
     mean = torch.zeros(1, 2, dtype=torch.float64)
     latent = torch.tensor([[[1.0, 0.6], [0.6, 2.0]]], dtype=torch.float64)
     noise = torch.full_like(mean, 0.5)
-    pred = RegressionPredictive(mean, latent.diagonal(dim1=1, dim2=2), noise, latent, two_outputs())
+    pred = RegressionPredictive(
+        LatentGaussian(mean, latent.diagonal(dim1=1, dim2=2), latent, False), noise, two_outputs()
+    )
     draws = pred.sample(200_000, torch.Generator().manual_seed(0))[:, 0]
     torch.testing.assert_close(draws.T.cov(), pred.covariance[0], rtol=0.05, atol=0.02)

@@ -56,7 +56,7 @@ def test_map_is_the_softmax_of_the_network():
     data = classified()
     pred = MAP(None, "classification").fit(data).predict(data)
     torch.testing.assert_close(pred.probs, data.outputs.softmax(-1))
-    assert (pred.variance == 0).all()
+    assert (pred.latent.variance == 0).all()
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -38,7 +38,9 @@ from posthoc.evaluate.metrics import (
     selective_risk,
     width,
 )
-from posthoc.predictive.base import ClassificationPredictive, RegressionPredictive
+from posthoc.predictive.base import LatentGaussian
+from posthoc.predictive.classification import ClassificationPredictive
+from posthoc.predictive.regression import RegressionPredictive
 from tests import oracles
 
 DOUBLE = torch.float64
@@ -51,8 +53,8 @@ def real_case(n=60, outputs=1, dtype=DOUBLE, seed=0) -> tuple[RegressionPredicti
     g = torch.Generator().manual_seed(seed)
     mean, spread = (torch.rand(n, outputs, dtype=DOUBLE, generator=g) for _ in range(2))
     y = mean + torch.randn(n, outputs, dtype=DOUBLE, generator=g)
-    pred = RegressionPredictive(mean.to(dtype), spread.to(dtype), torch.full_like(spread, 0.1).to(dtype))
-    return pred, y.to(dtype)
+    latent = LatentGaussian(mean.to(dtype), spread.to(dtype))
+    return RegressionPredictive(latent, torch.full_like(spread, 0.1).to(dtype)), y.to(dtype)
 
 
 def class_case(n=60, classes=4, dtype=DOUBLE, seed=0, sharpness=2.0) -> tuple[ClassificationPredictive, Tensor]:
@@ -62,12 +64,12 @@ def class_case(n=60, classes=4, dtype=DOUBLE, seed=0, sharpness=2.0) -> tuple[Cl
     y = torch.multinomial((logits / 2).softmax(-1), 1, generator=g).squeeze(-1)
     spread = torch.rand(n, classes, dtype=DOUBLE, generator=g)
     parts = [part.to(dtype) for part in (logits, spread, logits.log_softmax(-1), torch.ones(()))]
-    return ClassificationPredictive(*parts), y
+    return ClassificationPredictive(LatentGaussian(*parts[:2]), *parts[2:]), y
 
 
 def predictions(probs) -> ClassificationPredictive:
     log_probs = torch.as_tensor(probs, dtype=torch.float64).log()
-    return ClassificationPredictive(log_probs, torch.zeros_like(log_probs), log_probs, torch.ones(()))
+    return ClassificationPredictive(LatentGaussian(log_probs, torch.zeros_like(log_probs)), log_probs, torch.ones(()))
 
 
 def two_classes(confidence) -> ClassificationPredictive:
@@ -91,7 +93,7 @@ def test_brier_by_hand():
 
 def test_probabilities_that_underflow():
     logits = torch.tensor([[300.0, 0.0, -300.0], [0.0, 200.0, -500.0]])
-    pred = ClassificationPredictive(logits, torch.zeros(2, 3), logits.log_softmax(-1), torch.ones(()))
+    pred = ClassificationPredictive(LatentGaussian(logits, torch.zeros(2, 3)), logits.log_softmax(-1), torch.ones(()))
     y = torch.tensor([2, 1])
     assert float(pred.probs[0, 2]) == 0.0
     assert float(nll(pred, y)) == pytest.approx(300.0)
@@ -104,7 +106,7 @@ def test_probabilities_that_underflow():
 def test_the_networks_choice_is_the_predicted_class_where_probabilities_tie():
     logits = torch.tensor([[1.0, 1.0 + 1e-7, -5.0]])
     half = torch.tensor([[0.5, 0.5, 0.0]]).log()
-    pred = ClassificationPredictive(logits, torch.zeros(1, 3), half, torch.ones(()))
+    pred = ClassificationPredictive(LatentGaussian(logits, torch.zeros(1, 3)), half, torch.ones(()))
     assert float(accuracy(pred, torch.tensor([1]))) == 1.0
 
 
@@ -246,7 +248,7 @@ def test_crps_is_its_integral():
 def test_crps_without_doubt_is_the_absolute_error():
     mean, y = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.5, 2.0, -1.0])
     for variance in (0.0, 1e-30):
-        pred = RegressionPredictive(mean, torch.full_like(mean, variance), torch.zeros_like(mean))
+        pred = RegressionPredictive(LatentGaussian(mean, torch.full_like(mean, variance)), torch.zeros_like(mean))
         assert float(crps(pred, y)) == pytest.approx(4.5 / 3)
 
 
@@ -296,8 +298,9 @@ def test_cqm_is_its_integral(seed):
 
 def test_cqm_of_two_points_by_hand():
     """Levels 0.2 and 0.6: |0 - α| to 0.2, |0.5 - α| to 0.6, |1 - α| to 1."""
-    pred = RegressionPredictive(torch.zeros(2).double(), torch.ones(2).double(), torch.zeros(2).double())
-    y = pred.quantile(torch.tensor([0.6, 0.2], dtype=torch.float64))
+    zero = torch.zeros(2).double()
+    pred = RegressionPredictive(LatentGaussian(zero, zero + 1.0), zero)
+    y = pred.quantile([0.6, 0.2]).diagonal()
     assert float(cqm(pred, y)) == pytest.approx(0.02 + (0.045 + 0.005) + 0.08, abs=1e-12)
 
 
@@ -318,8 +321,8 @@ def test_units_go_through(errors, shift, scale):
     """y → a + by moves no CQM or coverage, and multiplies rmse, mae, CRPS and width by b."""
     error = torch.tensor(errors, dtype=torch.float64)
     zero, one = torch.zeros_like(error), torch.ones_like(error)
-    plain = RegressionPredictive(zero, 0.5 * one, 0.5 * one)
-    other = RegressionPredictive(zero + shift, 0.5 * scale**2 * one, 0.5 * scale**2 * one)
+    plain = RegressionPredictive(LatentGaussian(zero, 0.5 * one), 0.5 * one)
+    other = RegressionPredictive(LatentGaussian(zero + shift, 0.5 * scale**2 * one), 0.5 * scale**2 * one)
     moved = shift + scale * error
     for metric, factor in ((rmse, scale), (mae, scale), (crps, scale), (width, scale), (cqm, 1.0)):
         assert float(metric(other, moved)) == pytest.approx(factor * float(metric(plain, error)), rel=1e-6, abs=1e-7)
@@ -385,7 +388,7 @@ def test_what_the_uncertainties_are():
     expected = {
         "entropy": -(p * p.log()).sum(-1),
         "least_confidence": 1 - p.amax(-1),
-        "variance": pred.variance.mean(-1),
+        "variance": pred.latent.variance.mean(-1),
         "mutual_information": pred.mutual_information(),
     }
     for name, values in expected.items():
@@ -396,7 +399,8 @@ def test_what_the_uncertainties_are():
 
 def test_mutual_information_falls_with_the_variance_and_never_exceeds_the_entropy():
     pred, _ = class_case(20)
-    flat = ClassificationPredictive(pred.mean, 10 * pred.variance, pred.log_probs, pred.temperature)
+    wide = LatentGaussian(pred.latent.mean, 10 * pred.latent.variance)
+    flat = ClassificationPredictive(wide, pred.log_probs, pred.temperature)
     little, much = (p.uncertainty("mutual_information") for p in (pred, flat))
     assert (little > 0).all()
     assert little.mean() < much.mean() < math.log(4)
@@ -404,7 +408,7 @@ def test_mutual_information_falls_with_the_variance_and_never_exceeds_the_entrop
 
 def test_very_sure_predictions_are_still_ordered():
     logits = torch.tensor([[120.0, 0.0], [150.0, 0.0], [130.0, 0.0]])
-    pred = ClassificationPredictive(logits, torch.zeros(3, 2), logits.log_softmax(-1), torch.ones(()))
+    pred = ClassificationPredictive(LatentGaussian(logits, torch.zeros(3, 2)), logits.log_softmax(-1), torch.ones(()))
     assert not pred.entropy().any()  # in float32
     assert pred.uncertainty("entropy").argsort().tolist() == [1, 2, 0]
 

@@ -190,9 +190,9 @@ def test_predictions_are_averages_over_draws_of_all_noisy_weights():
     pred = method.predict(x, covariance=True)
     std = {name: value.exp() for name, value in method.log_std.items()}
     expected = torch.stack([covariance_of(network, row, std) for row in x])
-    torch.testing.assert_close(pred.latent_covariance, expected, rtol=0.15, atol=0.15)
+    torch.testing.assert_close(pred.latent.full_covariance, expected, rtol=0.15, atol=0.15)
     with torch.no_grad():
-        torch.testing.assert_close(pred.mean, network(x), rtol=0, atol=0.1)
+        torch.testing.assert_close(pred.latent.mean, network(x), rtol=0, atol=0.1)
 
 
 def test_validation_data_stop_it_early():
@@ -217,7 +217,7 @@ def test_seed_and_global_generator():
 def test_a_single_logit_stands_for_two_classes():
     pred = MFVI(mlp(1), "classification", **QUICK).fit((inputs(), labels(classes=2))).predict(inputs())
     assert pred.probs.shape == (30, 2)
-    assert (pred.mean[:, 0] == 0).all()
+    assert (pred.latent.mean[:, 0] == 0).all()
 
 
 def test_a_fit_that_was_stopped_goes_on_to_the_same_numbers(tmp_path):
@@ -259,7 +259,7 @@ def test_batchnorm_and_dropout_are_left_alone():
     moved = copy.deepcopy(network).eval()
     moved.load_state_dict({**network.state_dict(), **method.mean})
     with torch.no_grad():
-        torch.testing.assert_close(method.predict(inputs()).mean, moved(inputs()))
+        torch.testing.assert_close(method.predict(inputs()).latent.mean, moved(inputs()))
     assert not torch.equal(method.mean["last.weight"], network.last.weight)
 
 
@@ -298,7 +298,7 @@ def test_weights_that_others_read_stay_at_their_means():
     assert set(method.log_std) == {*linears, "tied.bias"}
     # In eval mode without gradients a fast path reads the weights itself: it must read the drawn ones.
     method.log_std = {name: torch.zeros_like(value) for name, value in method.log_std.items()}
-    assert (method.predict(tokens).variance > 0.01).all()
+    assert (method.predict(tokens).latent.variance > 0.01).all()
 
 
 def test_a_convolutional_network():
@@ -308,7 +308,7 @@ def test_a_convolutional_network():
     images = torch.randn(30, 1, 4, 4, generator=G().manual_seed(0))
     method = MFVI(network, "classification", **QUICK).fit((images, labels()))
     assert set(method.log_std) == {"0.weight", "0.bias", "4.weight", "4.bias"}
-    assert (method.predict(images).variance > 0).all()
+    assert (method.predict(images).latent.variance > 0).all()
 
 
 class Failing(Noisy):

@@ -141,7 +141,7 @@ def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
     bayes, plain = (FMGP(None, "classification", ood_strength=n, **quick).fit(data) for n in (0.5, 0.0))
     near, without = bayes.predict(known), plain.predict(known)
     assert float((near.probs == without.probs).all(-1).double().mean()) > 0.6
-    assert bool((near.variance >= without.variance).all())
+    assert bool((near.latent.variance >= without.latent.variance).all())
     assert torch.equal(near.probs.argmax(-1), known.outputs.argmax(-1))
     far = bayes.predict(new)
     assert float(far.entropy().min()) > float(plain.predict(new).entropy().max())
@@ -162,10 +162,10 @@ def test_a_slope_trusts_usual_points_more_and_unusual_ones_less(tmp_path):
     after = bayes.predict(new)
     factor = bayes.head.ood.logit_scale(bayes.head.ood.distance(new.features))
     torch.testing.assert_close(after.log_probs, (before.log_probs.double() / factor).log_softmax(-1).float())
-    torch.testing.assert_close(after.variance, (before.variance * factor**2).float())
+    torch.testing.assert_close(after.latent.variance, (before.latent.variance * factor**2).float())
     assert torch.equal((after.entropy() > before.entropy()), factor.squeeze(-1) > 1)
     assert torch.equal(after.probs.argmax(-1), new.outputs.argmax(-1))
-    assert torch.equal(after.mean, before.mean)
+    assert torch.equal(after.latent.mean, before.latent.mean)
     bayes.save(tmp_path / "head")
     assert torch.equal(FMGP.load(tmp_path / "head").predict(new).probs, after.probs)
 
@@ -207,7 +207,7 @@ def test_a_network_is_asked_for_its_features_where_novelty_needs_them():
     assert bayes.head.ood is not None
     with torch.no_grad():
         said = Outputs(net(data.features), features=net[:2](data.features), inputs=data.features)
-    torch.testing.assert_close(bayes.predict(data.features).variance, bayes.predict(said).variance)
+    torch.testing.assert_close(bayes.predict(data.features).latent.variance, bayes.predict(said).latent.variance)
 
 
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, "much"])

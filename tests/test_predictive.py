@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
-from posthoc import DataError, OptionError, WrongTaskError
-from posthoc.predictive.base import ClassificationPredictive, RegressionPredictive
+from posthoc import DataError, OptionError, PosthocWarning, WrongTaskError
+from posthoc.predictive.base import LatentGaussian
+from posthoc.predictive.classification import ClassificationPredictive
+from posthoc.predictive.regression import RegressionPredictive
+from tests.cases import answers
 
 DOUBLE = torch.float64
 
@@ -14,12 +21,12 @@ DOUBLE = torch.float64
 def regression(shape=(6, 2), dtype=DOUBLE, covariance=False):
     g = torch.Generator().manual_seed(0)
     draw = lambda: torch.rand(shape, dtype=dtype, generator=g) + 0.1  # noqa: E731
-    pred = RegressionPredictive(draw() * 3, draw(), draw())
+    pred = RegressionPredictive(LatentGaussian(draw() * 3, draw(), independent=False), draw())
     if not covariance:
         return pred
     cross = torch.full(shape[:1], 0.05, dtype=dtype)
     latent = torch.diag_embed(pred.latent_variance) + cross[:, None, None] * (1 - torch.eye(shape[1], dtype=dtype))
-    return RegressionPredictive(pred.mean, pred.latent_variance, pred.noise, latent)
+    return RegressionPredictive(LatentGaussian(pred.mean, pred.latent_variance, latent, False), pred.noise)
 
 
 def classification(n=6, c=3, covariance=False):
@@ -29,9 +36,8 @@ def classification(n=6, c=3, covariance=False):
     full = factor @ factor.mT
     variance = full.diagonal(dim1=1, dim2=2)
     tau = torch.tensor(0.7, dtype=DOUBLE)
-    return ClassificationPredictive(
-        mean, variance, (mean / 2).log_softmax(-1), tau, True, not covariance, full if covariance else None
-    )
+    latent = LatentGaussian(mean, variance, full if covariance else None, independent=not covariance)
+    return ClassificationPredictive(latent, (mean / 2).log_softmax(-1), tau)
 
 
 def test_a_new_observation_has_both_variances():
@@ -69,13 +75,21 @@ def test_regression_samples_have_its_moments(covariance):
 
 @pytest.mark.parametrize("covariance", [False, True])
 def test_logit_samples_have_the_logits_moments(covariance):
-    pred = classification(covariance=covariance)
-    draws = pred.sample(200_000, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(draws.mean(0), pred.mean, rtol=0, atol=0.05)
-    torch.testing.assert_close(draws.var(0), pred.variance, rtol=0.05, atol=0)
-    centred = draws - pred.mean
+    latent = classification(covariance=covariance).latent
+    draws = latent.sample(200_000, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(draws.mean(0), latent.mean, rtol=0, atol=0.05)
+    torch.testing.assert_close(draws.var(0), latent.variance, rtol=0.05, atol=0)
+    centred = draws - latent.mean
     found = torch.einsum("snc,snd->ncd", centred, centred) / len(draws)
-    torch.testing.assert_close(found, pred.covariance, rtol=0, atol=0.2)
+    torch.testing.assert_close(found, latent.covariance, rtol=0, atol=0.2)
+
+
+def test_class_samples_have_the_probabilities():
+    pred = classification()
+    draws = pred.sample(100_000, torch.Generator().manual_seed(0))
+    assert (draws.shape, draws.dtype) == ((100_000, 6), torch.int64)
+    shares = torch.nn.functional.one_hot(draws, 3).double().mean(0)
+    torch.testing.assert_close(shares, pred.probs, rtol=0, atol=0.01)
 
 
 def test_sampling_is_seeded():
@@ -87,8 +101,9 @@ def test_sampling_is_seeded():
 
 def test_classification_scores():
     pred = classification()
-    p = (pred.mean / 2).softmax(-1)
+    p = (pred.latent.mean / 2).softmax(-1)
     torch.testing.assert_close(pred.probs, p)
+    assert torch.equal(pred.labels, p.argmax(-1))
     torch.testing.assert_close(pred.entropy(), torch.distributions.Categorical(probs=p).entropy())
     y = torch.tensor([0, 1, 2, 0, 1, 2])
     torch.testing.assert_close(pred.log_prob(y), p.log()[torch.arange(6), y])
@@ -97,12 +112,13 @@ def test_classification_scores():
 def test_mutual_information_is_the_entropy_that_knowing_the_logits_would_remove():
     pred = classification(covariance=True)
     found = pred.mutual_information(samples=50_000)
-    draws = pred.sample(100_000, torch.Generator().manual_seed(7)) / pred.temperature
+    draws = pred.latent.sample(100_000, torch.Generator().manual_seed(7)) / pred.temperature
     p = draws.softmax(-1)
     entropy = lambda q: -(q * q.log()).sum(-1)  # noqa: E731
     torch.testing.assert_close(found, entropy(p.mean(0)) - entropy(p).mean(0), rtol=0, atol=0.01)
     assert torch.equal(found, pred.mutual_information(samples=50_000))
-    certain = ClassificationPredictive(pred.mean, torch.zeros_like(pred.mean), pred.log_probs, pred.temperature)
+    zero = LatentGaussian(pred.latent.mean, torch.zeros_like(pred.latent.mean))
+    certain = ClassificationPredictive(zero, pred.log_probs, pred.temperature)
     torch.testing.assert_close(certain.mutual_information(), torch.zeros(6, dtype=DOUBLE))
 
 
@@ -111,18 +127,18 @@ def test_rows_can_be_selected_and_joined_again():
         halves = [pred[:2], pred[2:]]
         joined = type(pred).cat(halves)
         assert len(halves[0]) == 2
-        assert torch.equal(joined.mean, pred.mean)
-        assert torch.equal(joined.variance, pred.variance)
-        assert torch.equal(joined.covariance, pred.covariance)
+        assert torch.equal(joined.latent.mean, pred.latent.mean)
+        assert torch.equal(joined.latent.variance, pred.latent.variance)
+        assert torch.equal(joined.latent.covariance, pred.latent.covariance)
         assert len(pred[-1]) == 1
-        assert torch.equal(pred[-1].mean, pred.mean[-1:])
+        assert torch.equal(pred[-1].latent.mean, pred.latent.mean[-1:])
 
 
 def test_what_was_not_computed_is_asked_for():
     with pytest.raises(OptionError, match="covariance=True"):
         _ = regression().covariance
     pred = classification(covariance=True)
-    lost = ClassificationPredictive(pred.mean, pred.variance, pred.log_probs, pred.temperature, True, False)
+    lost = LatentGaussian(pred.latent.mean, pred.latent.variance, independent=False)
     with pytest.raises(OptionError, match="covariance=True"):
         lost.sample(2)
 
@@ -170,14 +186,74 @@ def test_a_quantile_keeps_the_digits_of_its_level():
     assert torch.equal(pred.quantile(0.3), pred.quantile(torch.tensor(0.3, dtype=DOUBLE)))
 
 
+def test_several_levels_give_several_quantiles():
+    pred = regression()
+    found = pred.quantile([0.05, 0.5, 0.95])
+    assert found.shape == (3, 6, 2)
+    for level, values in zip((0.05, 0.5, 0.95), found, strict=True):
+        assert torch.equal(values, pred.quantile(level))
+    assert torch.equal(pred.quantile(torch.tensor([0.5])), found[1:2])
+    assert regression((6,)).quantile([0.1, 0.2]).shape == (2, 6)
+
+
 def test_questions_for_the_other_task_say_so():
-    with pytest.raises(WrongTaskError, match="probs is for classification; this is a RegressionPredictive"):
+    with pytest.raises(WrongTaskError, match="A RegressionPredictive has no probs: that is for classification"):
         _ = regression().probs
-    with pytest.raises(WrongTaskError, match="interval is for regression"):
+    with pytest.raises(WrongTaskError, match="no interval: that is for regression"):
         classification().interval(0.9)
+    for name in ("mean", "variance", "std", "covariance"):
+        with pytest.raises(WrongTaskError, match=rf"has no {name}: .*pred\.latent\.{name}"):
+            getattr(classification(), name)
     assert not hasattr(regression(), "probs")
     with pytest.raises(AttributeError, match="no attribute 'colour'"):
         _ = regression().colour
+
+
+@pytest.mark.parametrize("make", [regression, classification])
+def test_predictions_are_sequences_of_rows(make):
+    pred = make()
+    rows = list(pred)
+    assert [len(row) for row in rows] == [1] * 6
+    assert torch.equal(type(pred).cat(rows).latent.mean, pred.latent.mean)
+    for row in (6, -7, 100):
+        with pytest.raises(IndexError, match="row from 0 to 5"):
+            pred[row]
+
+
+@pytest.mark.parametrize("make", [regression, classification])
+def test_predictions_are_arrays(make):
+    pred = make()
+    main = pred.mean if make is regression else pred.probs
+    np.testing.assert_array_equal(np.asarray(pred), main.numpy())
+    assert np.asarray(pred, dtype=np.float32).dtype == np.float32
+    arrays, plain = pred.numpy(), pred.to_dict()
+    assert arrays.keys() == plain.keys()
+    assert all(len(values) == 6 for values in arrays.values())
+    assert json.loads(json.dumps(plain)) == plain
+    half = replace(pred, latent=replace(pred.latent, mean=pred.latent.mean.bfloat16()))
+    assert np.asarray(half).shape == main.shape
+
+
+@pytest.mark.parametrize("make", [regression, classification])
+def test_predictions_print_in_a_line_and_as_a_short_table(make):
+    pred = make(500) if make is classification else make((500, 2))
+    assert len(repr(pred)) < 120
+    assert "points=500" in repr(pred)
+    table = pred._repr_html_()
+    assert table.startswith("<table>")
+    assert len(table) < 3000
+
+
+def test_logits_without_variance_have_no_mutual_information():
+    logits = torch.randn(6, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    latent = LatentGaussian(logits, torch.zeros_like(logits), has_variance=False)
+    pred = ClassificationPredictive(latent, logits.log_softmax(-1), torch.ones(()))
+    with pytest.warns(PosthocWarning, match="no variance"):
+        assert not pred.mutual_information().any()
+    for by in ("mutual_information", "variance"):
+        with pytest.raises(OptionError, match=r'no variance.*by="entropy"'):
+            pred.defer(0.5, by=by)
+    assert int(pred.defer(2).sum()) == 2
 
 
 def test_shapes_follow_the_networks_output():
@@ -191,13 +267,13 @@ def test_shapes_follow_the_networks_output():
 def test_everything_moves_to_another_device():
     for pred in (regression(covariance=True), classification(covariance=True)):
         moved = pred.to("meta")
-        tensors = [v for v in vars(moved).values() if isinstance(v, torch.Tensor)]
+        tensors = list(answers(moved).values())
         assert len(tensors) >= 4
         assert all(t.is_meta for t in tensors)
 
 
 def test_singular_covariances_are_sampled_without_a_warning():
     ones = torch.ones(4, 3, 3)
-    pred = RegressionPredictive(torch.zeros(4, 3), torch.ones(4, 3), torch.zeros(4, 3), ones)
+    pred = RegressionPredictive(LatentGaussian(torch.zeros(4, 3), torch.ones(4, 3), ones, False), torch.zeros(4, 3))
     draws = pred.sample(1000, torch.Generator().manual_seed(0))
     torch.testing.assert_close(draws[..., 0], draws[..., 1], rtol=0, atol=0.02)

@@ -50,7 +50,7 @@ def test_single_row_that_is_left_over_is_a_row(outputs: int, form: str) -> None:
     model = Squeezed(outputs)
     y = values(257) if outputs == 1 else values(257, outputs)
     method = FMGP(model, "regression", **QUICK).fit(one_too_many(form, y))
-    said = method.predict(one_too_many(form, y)).mean
+    said = method.predict(one_too_many(form, y)).latent.mean
     assert said.shape == ((257,) if outputs == 1 else (257, outputs))
     torch.testing.assert_close(said, in_eval(model, inputs(257)))
 
@@ -60,9 +60,9 @@ def test_classifier_that_squeezes_a_single_row(cache: bool) -> None:
     model = Squeezed(3)
     method = FMGP(model, "classification", cache=cache, **QUICK).fit((inputs(17), labels(17)))
     one = method.predict(inputs(1))
-    assert one.mean.shape == (1, 3)
-    assert torch.equal(one.mean[0], in_eval(model, inputs(1)))
-    assert one.variance.shape == (1, 3)
+    assert one.latent.mean.shape == (1, 3)
+    assert torch.equal(one.latent.mean[0], in_eval(model, inputs(1)))
+    assert one.latent.variance.shape == (1, 3)
 
 
 @pytest.mark.parametrize("form", ["tensor", "numpy", "mapping", "loader", "pair", "list"])
@@ -78,28 +78,28 @@ def test_one_row_is_predicted(form: str) -> None:
         "list": [x],
     }
     one = method.predict(forms[form])
-    assert one.mean.shape == one.variance.shape == (1,)
-    assert torch.equal(one.mean[0], in_eval(model, x))
-    torch.testing.assert_close(one.variance, method.predict(inputs()).variance[:1])
+    assert one.latent.mean.shape == one.latent.variance.shape == (1,)
+    assert torch.equal(one.latent.mean[0], in_eval(model, x))
+    torch.testing.assert_close(one.latent.variance, method.predict(inputs()).latent.variance[:1])
 
 
 def test_one_row_is_enough_to_fit_on() -> None:
     for outputs in (1, 3):
         options = {**QUICK, "num_inducing": 1}
         method = FMGP(Squeezed(outputs), "regression", **options).fit((inputs(1), values(1, outputs)))
-        assert method.predict(inputs(1)).mean.shape == ((1,) if outputs == 1 else (1, 3))
+        assert method.predict(inputs(1)).latent.mean.shape == ((1,) if outputs == 1 else (1, 3))
 
 
 def test_axis_that_only_a_single_row_loses() -> None:
     model = Squeezed(1, axis=0)
     method = FMGP(model, "regression", **QUICK).fit((inputs(257), values(257)))
-    assert torch.equal(method.predict(inputs(1)).mean, in_eval(model, inputs(1))[None])
+    assert torch.equal(method.predict(inputs(1)).latent.mean, in_eval(model, inputs(1))[None])
 
 
 def test_single_logit_of_a_single_row() -> None:
     model = Squeezed()
     method = FMGP(model, "classification", **QUICK).fit((inputs(257), labels(257, 2)))
-    one = method.predict(inputs(1)).mean
+    one = method.predict(inputs(1)).latent.mean
     assert one.shape == (1, 2)
     assert torch.equal(one[0, 1], in_eval(model, inputs(1)))
 
@@ -112,7 +112,7 @@ def test_methods_that_run_the_network_read_single_rows_too(name: str) -> None:
         REGISTRY[name](model, "classification", **options).fit(DataLoader(TensorDataset(x, y), batch_size=8))
         for model in (Squeezed(3), nn.Sequential(mlp(3)))
     )
-    torch.testing.assert_close(flat.predict(inputs(1)).mean, plain.predict(inputs(1)).mean)
+    torch.testing.assert_close(flat.predict(inputs(1)).latent.mean, plain.predict(inputs(1)).latent.mean)
 
 
 def test_rows_collected_without_targets(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_leading_axis_of_length_one_is_not_always_a_row() -> None:
 
     kernel = RBF(on="outputs")
     method = FMGP(model, "regression", kernel=kernel, **QUICK).fit([(inputs()[None], values())])
-    assert method.predict(inputs()[None]).mean.shape == (N,)
+    assert method.predict(inputs()[None]).latent.mean.shape == (N,)
 
 
 def test_single_number_for_many_rows_is_refused() -> None:
@@ -198,7 +198,7 @@ def test_kernel_sees_the_inputs_as_they_were_given(change: Callable[[Tensor], Te
 def test_data_stay_though_no_kernel_looks_at_them() -> None:
     x = inputs()
     method = FMGP(Greedy(scaled), "regression", **QUICK).fit((x, values()))
-    assert torch.equal(method.predict(x).mean, in_eval(polite(), inputs()))
+    assert torch.equal(method.predict(x).latent.mean, in_eval(polite(), inputs()))
     assert torch.equal(x, inputs())
 
 
@@ -215,7 +215,7 @@ def test_data_stay_though_the_model_fails() -> None:
 def test_outputs_in_the_memory_of_the_inputs_are_kept() -> None:
     x = inputs()
     method = FMGP(lambda x: x.mul_(2.0)[:, :1], "regression", kernel=RBF(on="inputs"), **QUICK).fit((x, values()))
-    assert torch.equal(method.predict(x).mean, 2.0 * inputs()[:, :1])
+    assert torch.equal(method.predict(x).latent.mean, 2.0 * inputs()[:, :1])
     assert torch.equal(x, inputs())
 
 
@@ -225,7 +225,7 @@ def test_data_of_inference_mode_stay_too() -> None:
         x = inputs()
         pred = method.predict(x)
         assert torch.equal(x, inputs())
-    assert torch.equal(pred.mean, in_eval(polite(), inputs()))
+    assert torch.equal(pred.latent.mean, in_eval(polite(), inputs()))
 
 
 @pytest.mark.parametrize("name", ["mfvi", "ensemble", "ella"])

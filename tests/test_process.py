@@ -204,7 +204,7 @@ def test_an_underconfident_network_is_sharpened_by_the_temperature():
     bayes = FMGP(None, "classification", num_inducing=10, steps=400, lr=0.02).fit(Outputs(logits, labels))
     pred = bayes.predict(Outputs(logits))
     assert float(pred.temperature) < 0.6
-    assert torch.equal(pred.mean, logits)
+    assert torch.equal(pred.latent.mean, logits)
     fixed = FMGP(None, Categorical(temperature=1.0), num_inducing=10, steps=400, lr=0.02).fit(Outputs(logits, labels))
     assert float(fixed.head.likelihood.temperature) == 1.0
     gap = fixed.predict(Outputs(logits)).log_prob(labels).mean() - pred.log_prob(labels).mean()

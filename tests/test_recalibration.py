@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from posthoc.likelihoods.recalibration import NONE, Recalibration
-from posthoc.predictive.base import ClassificationPredictive
+from posthoc.predictive.base import LatentGaussian
+from posthoc.predictive.classification import ClassificationPredictive
 
 G = torch.Generator
 
@@ -24,12 +25,9 @@ def logits(n: int = 20_000, classes: int = 4) -> torch.Tensor:
 def predictive(log_p: torch.Tensor) -> ClassificationPredictive:
     variance = torch.rand(log_p.shape, generator=G().manual_seed(1), dtype=log_p.dtype)
     return ClassificationPredictive(
-        mean=3.0 * log_p,
-        logit_variance=variance,
+        LatentGaussian(3.0 * log_p, variance, full_covariance=torch.diag_embed(variance), independent=False),
         log_probs=log_p,
         temperature=torch.tensor(1.5, dtype=log_p.dtype),
-        independent=False,
-        logit_covariance=torch.diag_embed(variance),
     )
 
 
@@ -68,10 +66,10 @@ def test_classes_and_means_stay_and_the_rest_goes_together(bend):
     pred = predictive(logits(200).log_softmax(-1))
     correction = Recalibration(1.7, bend)
     found, t = correction(pred), correction.temperatures(pred.log_probs)
-    assert torch.equal(found.mean, pred.mean)
+    assert torch.equal(found.latent.mean, pred.latent.mean)
     assert torch.equal(found.probs.argmax(-1), pred.probs.argmax(-1))
-    torch.testing.assert_close(found.variance, pred.variance * t.square())
-    torch.testing.assert_close(found.covariance.diagonal(dim1=1, dim2=2), found.variance)
+    torch.testing.assert_close(found.latent.variance, pred.latent.variance * t.square())
+    torch.testing.assert_close(found.latent.covariance.diagonal(dim1=1, dim2=2), found.latent.variance)
     torch.testing.assert_close(found.temperature, 1.5 * t)
     torch.testing.assert_close(found[3:5].log_probs, found.log_probs[3:5])
     parts = ClassificationPredictive.cat([found[:50], found[50:]])

@@ -15,8 +15,8 @@ from posthoc.errors import OptionError
 from posthoc.evaluate.metrics import coverage, crps, nll
 from posthoc.fmgp.residuals import LearntResiduals
 from posthoc.likelihoods.base import Gaussian
-from posthoc.predictive.base import RegressionPredictive
 from posthoc.predictive.latent import IndependentLatent
+from posthoc.predictive.regression import RegressionPredictive
 
 ROWS, SEED = 2000, 100
 EDGE = 0.015
@@ -133,7 +133,7 @@ def test_the_outputs_may_have_one_dimension() -> None:
     pred, wide = predict(fitted(flat, steps=20), flat), predict(fitted(data, steps=20), data)
     torch.testing.assert_close(pred.interval(0.9), tuple(end[:, 0] for end in wide.interval(0.9)))
     assert pred.sample(3).shape == (3, 300)
-    assert pred.quantile(torch.full((300,), 0.3)).shape == (300,)
+    assert pred.quantile([0.3, 0.4]).shape == (2, 300)
 
 
 @pytest.mark.parametrize("options", [{}, {"residuals": "gaussian"}])

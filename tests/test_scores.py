@@ -17,7 +17,9 @@ from torch import distributed
 from posthoc import DataError, OptionError, WrongTaskError
 from posthoc.evaluate import metrics as m
 from posthoc.evaluate.scores import METRICS, Scores, bootstrap_error
-from posthoc.predictive.base import ClassificationPredictive, RegressionPredictive
+from posthoc.predictive.base import LatentGaussian
+from posthoc.predictive.classification import ClassificationPredictive
+from posthoc.predictive.regression import RegressionPredictive
 from tests.test_metrics import class_case, real_case
 
 CASES: dict[str, Callable[..., Any]] = {"classification": class_case, "regression": real_case}
@@ -93,9 +95,10 @@ def spoiled(task):
     """NaN where only some of the metrics look."""
     pred, y = CASES[task]()
     if task == "regression":
-        return RegressionPredictive(pred.mean, pred.variance.index_fill(0, torch.tensor(3), torch.nan), pred.noise), y
+        latent = LatentGaussian(pred.mean, pred.variance.index_fill(0, torch.tensor(3), torch.nan))
+        return RegressionPredictive(latent, pred.noise), y
     log_probs = pred.log_probs.scatter(-1, ((y + 1) % 4)[:, None], torch.nan)  # never the label's own
-    return ClassificationPredictive(pred.mean, pred.variance, log_probs, pred.temperature), y
+    return ClassificationPredictive(pred.latent, log_probs, pred.temperature), y
 
 
 @every_task
@@ -118,7 +121,8 @@ def test_sums_are_in_double_precision_and_free_of_the_graph():
     scores = Scores("regression")
     with torch.enable_grad():
         mean = torch.zeros(1, 1, requires_grad=True)
-        scores.update(RegressionPredictive(mean, torch.ones(1, 1), torch.ones(1, 1)), torch.tensor([[2.0**30]]))
+        latent = LatentGaussian(mean, torch.ones(1, 1))
+        scores.update(RegressionPredictive(latent, torch.ones(1, 1)), torch.tensor([[2.0**30]]))
     for rows in range(1000):
         scores.update(pred[rows : rows + 1], y[rows : rows + 1])
     exact = (2.0**30 + float((y.double() - pred.mean.double()).abs().sum())) / 1001
@@ -141,8 +145,10 @@ def test_half_precision_outputs():
     pred, y = real_case(dtype=torch.bfloat16)
     wide = real_case()[0]
     scores, exact = Scores("regression"), Scores("regression")
-    scores.update(type(pred)(pred.mean, wide.latent_variance.float(), wide.noise.float()), y)
-    exact.update(type(pred)(pred.mean.double(), wide.latent_variance, wide.noise), y.double())
+    latent = LatentGaussian(pred.mean, wide.latent_variance.float())
+    scores.update(type(pred)(latent, wide.noise.float()), y)
+    latent = LatentGaussian(pred.mean.double(), wide.latent_variance)
+    exact.update(type(pred)(latent, wide.noise), y.double())
     assert scores.compute() == pytest.approx(exact.compute(), rel=1e-4)
 
 

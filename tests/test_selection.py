@@ -261,7 +261,7 @@ def test_a_network_that_is_wrong_in_places_gets_a_variance(classes, tmp_path):
     train, test = (data(2000, wrong=True, classes=classes, seed=seed) for seed in (0, 1))
     found = FMGP(None, "classification", **{**QUICK, "steps": 200}).fit(train)
     assert found.head.process.separable
-    assert float(found.predict(test).variance.std()) > 0.01
+    assert float(found.predict(test).latent.variance.std()) > 0.01
     assert torch.equal(found.predict(test).probs.argmax(-1), test.outputs.argmax(-1))
     scaled = Temperature(None, "classification").fit(train)
     nll = [-float(m.predict(test).log_prob(test.targets).mean()) for m in (found, scaled)]

@@ -121,14 +121,14 @@ def test_the_covariance_of_classification_is_the_inverse_of_the_weighted_gram_ma
     network, x, y = mlp(3), inputs(40), labels(40)
     method = SNGP(network, Categorical(temperature=1.5), num_features=8, steps=20, prior_precision=0.7).fit((x, y))
     pred = method.predict(x)
-    p = (pred.mean.double() / 1.5).softmax(-1).amax(-1)
+    p = (pred.latent.mean.double() / 1.5).softmax(-1).amax(-1)
     said, phi = in_eval(network, x).double(), features(method, x)
     precision = 0.7 / said.var(0, unbiased=False).mean() * torch.eye(8).double()
     for i in range(40):
         precision += p[i] * (1 - p[i]) / 1.5**2 * torch.outer(phi[i], phi[i])
     expected = ((phi @ torch.linalg.inv(precision)) * phi).sum(-1, keepdim=True).expand(40, 3)
-    torch.testing.assert_close(pred.variance.double(), expected, rtol=1e-4, atol=0)
-    mean_field = (pred.mean.double() / (1.5**2 + math.pi / 8 * expected).sqrt()).softmax(-1)
+    torch.testing.assert_close(pred.latent.variance.double(), expected, rtol=1e-4, atol=0)
+    mean_field = (pred.latent.mean.double() / (1.5**2 + math.pi / 8 * expected).sqrt()).softmax(-1)
     torch.testing.assert_close(pred.probs.double(), mean_field, rtol=1e-4, atol=0)
 
 
@@ -169,7 +169,7 @@ def test_a_convolutional_network_is_bounded_throughout():
     for i in (0, 4):
         assert norm(network[i].weight) > 0.3 >= norm(method.network[i].weight) / (1 + 1e-6)
     assert torch.equal(method.network[1].running_mean, network[1].running_mean)
-    assert (method.predict(images).variance > 0).all()
+    assert (method.predict(images).latent.variance > 0).all()
 
 
 def test_variance_grows_to_the_priors_away_from_the_data():
@@ -192,8 +192,8 @@ def test_monte_carlo_converges_to_the_analytic_predictive(task):
     errors = []
     for samples in (30, 3000):
         drawn = SNGP(network, task, **options, prediction="monte_carlo", samples=samples).fit((x, y)).predict(x)
-        errors.append(float((drawn.variance / exact.variance - 1).abs().mean()))
-        assert ((drawn.mean - exact.mean).square() / exact.variance).mean() < 5 / samples
+        errors.append(float((drawn.latent.variance / exact.latent.variance - 1).abs().mean()))
+        assert ((drawn.latent.mean - exact.latent.mean).square() / exact.latent.variance).mean() < 5 / samples
     assert errors[1] < 0.05
     assert errors[1] < 0.4 * errors[0]
     if task == "classification":
@@ -214,12 +214,12 @@ def test_nothing_is_read_from_memory_that_was_not_written_to():
 def test_a_single_logit_stands_for_two_classes():
     x, y = inputs(), labels(classes=2)
     pred = SNGP(mlp(1), "classification", **QUICK).fit((x, y)).predict(x)
-    assert (pred.mean[:, 0] == 0).all()
-    assert (pred.variance[:, 0] == 0).all()
-    expected = (pred.mean[:, 1] / (1 + math.pi / 8 * pred.variance[:, 1]).sqrt()).sigmoid()
+    assert (pred.latent.mean[:, 0] == 0).all()
+    assert (pred.latent.variance[:, 0] == 0).all()
+    expected = (pred.latent.mean[:, 1] / (1 + math.pi / 8 * pred.latent.variance[:, 1]).sqrt()).sigmoid()
     torch.testing.assert_close(pred.probs[:, 1], expected)
     drawn = SNGP(mlp(1), "classification", **QUICK, prediction="monte_carlo").fit((x, y)).predict(x)
-    assert (drawn.variance[:, 1] > 0).all()
+    assert (drawn.latent.variance[:, 1] > 0).all()
 
 
 @pytest.mark.parametrize("prediction", ["mean_field", "monte_carlo"])

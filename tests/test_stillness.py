@@ -108,7 +108,7 @@ def test_adapters_that_merge_in_eval_mode_come_apart_to_the_bit(make: Callable[[
     method = used(model)
     assert_unchanged(model, before)
     assert merged(model) == flags
-    assert torch.equal(method.predict(inputs()).mean, in_eval(model, inputs()))
+    assert torch.equal(method.predict(inputs()).latent.mean, in_eval(model, inputs()))
 
 
 def test_adapters_still_learn_afterwards() -> None:
@@ -404,7 +404,7 @@ def test_caches_that_grow_serve_afterwards(length: int) -> None:
     method = used(model)
     assert_unchanged(model, before)
     assert torch.equal(model(inputs()), expected)
-    assert torch.equal(method.predict(inputs()).mean, expected)
+    assert torch.equal(method.predict(inputs()).latent.mean, expected)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -112,7 +112,7 @@ def test_no_steps_leave_the_start_and_still_predict() -> None:
     assert method.head is not None
     assert torch.equal(method.head.process.l_raw.detach(), torch.eye(4, dtype=torch.float64))
     pred = method.predict(inputs())
-    assert bool((pred.variance > 0).all())
+    assert bool((pred.latent.variance > 0).all())
     with_val = FMGP(mlp(), "regression", **{**QUICK, "steps": 0})
     assert with_val.fit((inputs(), values()), val=(inputs(5), values(5))).fitted
 

@@ -41,10 +41,12 @@ def test_a_fit_does_not_depend_on_the_size_of_logits(variance, factor):
     again = FMGP(None, "classification", variance=variance, **QUICK).fit(times(train, factor))
     large = again.predict(times(new, factor))
     torch.testing.assert_close(large.probs, plain.probs, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(large.variance, factor**2 * plain.variance, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(large.latent.variance, factor**2 * plain.latent.variance, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(large.temperature, factor * plain.temperature, rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(large.covariance, factor**2 * plain.covariance, rtol=1e-6, atol=1e-9 * factor**2)
-    assert torch.equal(large.mean, factor * new.outputs)
+    torch.testing.assert_close(
+        large.latent.covariance, factor**2 * plain.latent.covariance, rtol=1e-6, atol=1e-9 * factor**2
+    )
+    assert torch.equal(large.latent.mean, factor * new.outputs)
 
 
 @pytest.mark.parametrize("form", ["logit_scaling", "monte_carlo"])
@@ -104,7 +106,7 @@ def test_few_rows_do_not_end_worse_than_temperature_scaling(seed):
     bayes, scaled = (kind(None, "classification").fit(rows) for kind in (FMGP, Temperature))
     losses = [-method.predict(new).log_prob(new.targets).mean() for method in (bayes, scaled)]
     assert float(losses[0]) < 1.03 * float(losses[1])
-    assert bool((bayes.predict(new).variance > 0).all())
+    assert bool((bayes.predict(new).latent.variance > 0).all())
 
 
 # The features' distance.

@@ -15,8 +15,8 @@ from posthoc.errors import DataError, FileError, LayerError, OptionError
 from posthoc.fmgp.minibatches import PointView
 from posthoc.fmgp.objective import Objective
 from posthoc.likelihoods.base import Categorical, Gaussian
-from posthoc.methods.ntk.tangent_process import DenseLatent
 from posthoc.methods.ntk.valla import VaLLA
+from posthoc.predictive.latent import DenseLatent
 from posthoc.training.loop import PlainSteps
 from tests import oracles
 from tests.cases import inputs, labels, mlp, recorded, values
@@ -89,9 +89,9 @@ def test_with_all_points_and_the_best_factor_it_is_the_linearised_laplace_approx
     free = model if weights == "all" else last_only(model, model[-1])
     expected = covariance(jacobian(free, x), curvature, jacobian(free, new), PRIOR)
     pred = method.predict(new, covariance=True)
-    found = pred.logit_covariance if task == "classification" else pred.latent_covariance
+    found = pred.latent.full_covariance
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
-    assert torch.equal(pred.mean, model(new).detach())
+    assert torch.equal(pred.latent.mean, model(new).detach())
 
 
 @pytest.mark.parametrize("weights", ["last", "all"])
@@ -106,9 +106,9 @@ def test_it_is_what_laplace_torch_gives(weights):
     knows(method, hessians(model(x).detach()), *places(method, model, x))
     pred = method.predict(new, covariance=True)
     _, expected = theirs._glm_predictive_distribution(new)
-    torch.testing.assert_close(pred.logit_covariance, expected.detach(), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(pred.latent.full_covariance, expected.detach(), rtol=1e-4, atol=1e-7)
     scaled = Categorical(temperature=1.0, prediction="logit_scaling")
-    scaled = scaled.predictive(pred.mean, DenseLatent(pred.logit_covariance))
+    scaled = scaled.predictive(pred.latent.mean, DenseLatent(pred.latent.full_covariance))
     probit = theirs(new, pred_type="glm", link_approx="probit").detach()
     torch.testing.assert_close(scaled.probs, probit, rtol=1e-4, atol=1e-6)
 
@@ -141,7 +141,7 @@ def test_training_lowers_the_loss_and_learns_the_prior_variance(task, weights):
     assert method.fitted_prior_variance != start.fitted_prior_variance
     fixed = VaLLA(model, task, weights=weights, prior_variance=0.7, **QUICK).fit((x, y))
     assert fixed.fitted_prior_variance == pytest.approx(0.7)
-    assert (method.predict(new).variance > 0).all()
+    assert (method.predict(new).latent.variance > 0).all()
     assert method.head is not None
     assert start.head is not None
     now, before = method.head.process, start.head.process
@@ -190,7 +190,7 @@ def test_a_file_of_outputs_and_features_is_enough_for_the_last_layer():
     model, x, y, new = case("classification")
     with_network = VaLLA(model, "classification", **QUICK).fit((x, y)).predict(new)
     from_outputs = VaLLA(None, "classification", **QUICK).fit(recorded(model, x, y)).predict(recorded(model, new))
-    torch.testing.assert_close(from_outputs.variance, with_network.variance)
+    torch.testing.assert_close(from_outputs.latent.variance, with_network.latent.variance)
 
 
 def test_many_outputs_have_the_variance_of_few():
@@ -209,8 +209,8 @@ def test_many_outputs_have_the_variance_of_few():
         eye, k(features, features).diagonal(), k(features, z), k(z, z), process.z_class, process.chol.detach()
     )
     pred = many.predict(new, covariance=True)
-    torch.testing.assert_close(pred.logit_covariance, expected, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(pred.logit_variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(pred.latent.full_covariance, expected, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(pred.latent.variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-6, atol=1e-9)
 
 
 def test_a_last_layer_without_a_bias():
@@ -222,7 +222,9 @@ def test_a_last_layer_without_a_bias():
     knows(method, hessians(model(x).detach()), *places(method, model, x))
     free = last_only(model, model[-1])
     expected = covariance(jacobian(free, x), hessians(model(x).detach()), jacobian(free, new), PRIOR)
-    torch.testing.assert_close(method.predict(new, covariance=True).logit_covariance, expected, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(
+        method.predict(new, covariance=True).latent.full_covariance, expected, rtol=1e-5, atol=1e-8
+    )
 
 
 def test_the_latent_gaussian_is_its_covariance_written_out():
@@ -241,7 +243,7 @@ def test_saved_heads_predict_the_same(task, weights, tmp_path):
     method = VaLLA(model, task, weights=weights, **QUICK).fit((x, y))
     method.save(tmp_path / "head.safetensors")
     again = VaLLA.load(tmp_path / "head.safetensors", model=model)
-    assert torch.equal(again.predict(new).variance, method.predict(new).variance)
+    assert torch.equal(again.predict(new).latent.variance, method.predict(new).latent.variance)
     assert again.fitted_prior_variance == method.fitted_prior_variance
     assert again.training.steps == 20
     if weights == "all":
@@ -254,7 +256,7 @@ def test_saved_heads_predict_the_same(task, weights, tmp_path):
 def test_a_fit_that_was_stopped_goes_on_to_the_same_numbers(tmp_path):
     model, x, y, new = case("classification")
     options = {**QUICK, "weights": "all", "steps": 40}
-    whole = VaLLA(model, "classification", **options).fit((x, y)).predict(new).variance
+    whole = VaLLA(model, "classification", **options).fit((x, y)).predict(new).latent.variance
     first = VaLLA(model, "classification", **options)
     calls = 0
 
@@ -272,7 +274,7 @@ def test_a_fit_that_was_stopped_goes_on_to_the_same_numbers(tmp_path):
     assert not first.fitted
     second = VaLLA(model, "classification", **options)
     resumed = second.fit((x, y), checkpoint=tmp_path / "c", checkpoint_every=10, resume=True)
-    assert torch.equal(resumed.predict(new).variance, whole)
+    assert torch.equal(resumed.predict(new).latent.variance, whole)
 
 
 def test_the_network_comes_back_as_it_was_even_after_an_error():

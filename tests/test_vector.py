@@ -61,10 +61,10 @@ def test_true_scale_and_bias_are_found_and_make_the_prediction():
     torch.testing.assert_close(method.scale, SCALE, rtol=0.1, atol=0)
     torch.testing.assert_close(method.bias, BIAS - BIAS.mean(), rtol=0, atol=0.1)
     pred = method.predict(data)
-    torch.testing.assert_close(pred.mean, method.scale * data.outputs + method.bias)
-    torch.testing.assert_close(pred.probs, pred.mean.softmax(-1))
-    assert (pred.variance == 0).all()
-    assert (pred.mean.argmax(-1) != data.outputs.argmax(-1)).any()  # which is what fixed_mean = False says
+    torch.testing.assert_close(pred.latent.mean, method.scale * data.outputs + method.bias)
+    torch.testing.assert_close(pred.probs, pred.latent.mean.softmax(-1))
+    assert (pred.latent.variance == 0).all()
+    assert (pred.latent.mean.argmax(-1) != data.outputs.argmax(-1)).any()  # which is what fixed_mean = False says
     assert not Vector.fixed_mean
 
 
@@ -148,7 +148,7 @@ def test_half_precision_is_computed_in_more():
     half = Outputs(data.outputs.half(), data.targets)
     with pytest.warns(PosthocWarning, match="float16"):
         pred = Vector(None, "classification").fit(half).predict(half)
-    assert pred.mean.dtype == pred.log_probs.dtype == torch.float32
+    assert pred.latent.mean.dtype == pred.log_probs.dtype == torch.float32
 
 
 def test_a_fit_that_fails_leaves_the_one_before():

@@ -49,7 +49,7 @@ class Dataset:
         return len(self.inputs)
 
     def __getitem__(self, rows: Any) -> Dataset:
-        rows = as_rows(rows)
+        rows = as_rows(rows, len(self))
         return replace(self, inputs=self.inputs[rows], targets=self.targets[rows], sizes=None)
 
     def shuffled(self, seed: int) -> Dataset:

@@ -75,7 +75,7 @@ class Molecules:
         return len(self.targets)
 
     def __getitem__(self, rows: Any) -> Molecules:
-        rows = as_rows(rows)
+        rows = as_rows(rows, len(self))
         chosen = torch.arange(len(self), device=self.sizes.device)[rows]
         atoms = atoms_of(self.sizes, chosen)
         return replace(

@@ -45,8 +45,10 @@ MODULES = {
         "Vector",
         "load",
     ),
-    "posthoc.predictive.base": ("ClassificationPredictive", "Predictive", "RegressionPredictive"),
+    "posthoc.predictive.base": ("LatentGaussian", "Predictive"),
+    "posthoc.predictive.classification": ("ClassificationPredictive",),
     "posthoc.predictive.conformal": ("Conformal",),
+    "posthoc.predictive.regression": ("RegressionPredictive",),
 }
 """The public names by the module that defines them."""
 

@@ -44,8 +44,10 @@ from posthoc.methods import (
     Vector,
     load,
 )
-from posthoc.predictive.base import ClassificationPredictive, Predictive, RegressionPredictive
+from posthoc.predictive.base import LatentGaussian, Predictive
+from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.conformal import Conformal
+from posthoc.predictive.regression import RegressionPredictive
 
 __version__: str
 
@@ -71,6 +73,7 @@ __all__ = [
     "Kernel",
     "Laplace",
     "LaplaceTorch",
+    "LatentGaussian",
     "LayerError",
     "Likelihood",
     "Linear",

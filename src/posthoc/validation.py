@@ -97,13 +97,19 @@ def require_finite(values: Tensor, name: str, *, first_row: int = 0) -> None:
         )
 
 
-def as_rows(rows: Any) -> Any:
-    """An index that keeps the row axis: a single number becomes a slice of one."""
+def as_rows(rows: Any, length: int) -> Any:
+    """An index that keeps the row axis: a single number becomes a slice of one row.
+
+    Raises:
+        IndexError: The number is not that of a row.
+    """
     try:
-        number = index(rows)
+        row = index(rows)
     except TypeError:
         return rows
-    return slice(number, number + 1 or None)
+    if not -length <= row < length:
+        raise IndexError(f"Expected a row from 0 to {length - 1}, got {row}.")
+    return slice(row, row + 1 or None)
 
 
 def integer(name: str, value: Any, least: int) -> int:

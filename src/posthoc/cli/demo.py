@@ -10,7 +10,8 @@ import typer
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from posthoc.predictive.base import Predictive, RegressionPredictive
+    from posthoc.predictive.base import Predictive
+    from posthoc.predictive.regression import RegressionPredictive
 
 __all__ = ["demo"]
 
@@ -61,12 +62,13 @@ def constant_noise(model: nn.Module, calibration: tuple[Tensor, Tensor], x: Tens
     """The bare network, with the one noise variance that is best on the calibration data."""
     import torch
 
-    from posthoc.predictive.base import RegressionPredictive
+    from posthoc.predictive.base import LatentGaussian
+    from posthoc.predictive.regression import RegressionPredictive
 
     with torch.no_grad():
         residual, mean = calibration[1] - model(calibration[0]), model(x)
     noise = residual.square().mean().expand_as(mean)
-    return RegressionPredictive(mean=mean, latent_variance=torch.zeros_like(mean), noise=noise)
+    return RegressionPredictive(LatentGaussian(mean, torch.zeros_like(mean)), noise)
 
 
 def print_table(rows: dict[str, Predictive], y: Tensor) -> None:

@@ -13,7 +13,9 @@ import numpy as np
 
 from posthoc.errors import MissingExtraError, OptionError
 from posthoc.io import atomic_path
-from posthoc.predictive.base import ClassificationPredictive, Predictive
+from posthoc.predictive.base import Predictive
+from posthoc.predictive.classification import ClassificationPredictive
+from posthoc.predictive.regression import RegressionPredictive
 
 __all__ = ["require_table", "write_predictions"]
 
@@ -37,12 +39,12 @@ def columns(part: Predictive, first: int) -> Columns:
     part = part.cpu()
     table: Columns = {"row": np.arange(first, first + len(part))}
     if isinstance(part, ClassificationPredictive):
-        probs = part.probs
-        label = probs.argmax(-1)
-        table["label"], table["probs"] = label.numpy(), probs.numpy()
+        label = part.labels
+        table["label"], table["probs"] = label.numpy(), part.probs.numpy()
         table["entropy"] = part.entropy().numpy()
-        table["std"] = part.std.gather(-1, label[:, None]).squeeze(-1).numpy()
+        table["std"] = part.latent.std.gather(-1, label[:, None]).squeeze(-1).numpy()
         return table
+    assert isinstance(part, RegressionPredictive)
     for name, values in (("mean", part.mean.to(part.std.dtype)), ("std", part.std)):
         table[name] = (values.squeeze(-1) if values.ndim == 2 and values.shape[1] == 1 else values).numpy()
     return table

@@ -68,9 +68,7 @@ class Outputs:
 
     def __getitem__(self, rows: Any) -> Outputs:
         """Some rows: one by its number, a slice, a mask or a tensor of numbers. The result keeps the row axis."""
-        if isinstance(rows, int) and not -len(self) <= rows < len(self):
-            raise IndexError(f"Expected a row from 0 to {len(self) - 1}, got {rows}.")
-        rows = as_rows(rows)
+        rows = as_rows(rows, len(self))
         return self._map(lambda part: part[rows])
 
     def __iter__(self) -> Iterator[Outputs]:

@@ -15,7 +15,7 @@ from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
 from posthoc.fmgp.config import NOT_KEPT, FMGPConfig
 from posthoc.fmgp.coordinates import Coordinates
-from posthoc.fmgp.fitted import FittedFMGP
+from posthoc.fmgp.fitted import NO_VARIANCE, FittedFMGP
 from posthoc.fmgp.inducing_points import Inducing, given, kmeans, per_class, random_classes, random_points
 from posthoc.fmgp.minibatches import DrawnBatches, FreshBatches, PointView
 from posthoc.fmgp.objective import Objective, TrainingBatch
@@ -47,8 +47,6 @@ LARGE_OUTPUTS = 2**30
 """Outputs of more bytes stay in their file or in the host's memory where a fit reads only some of them."""
 PARALLEL_BYTES = 2**28
 """Outputs of more bytes are fitted one candidate after the other, since each candidate copies most of them."""
-NO_VARIANCE = 1e-12
-"""The variance of temperature scaling."""
 
 FreshSource = Callable[[PointView, Likelihood], Generator[TrainingBatch]]
 """Gives batches from the network, which is run anew at every step."""

@@ -19,11 +19,12 @@ from posthoc.fmgp.ood import OutOfDistribution, top_margin
 from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
 from posthoc.io import changed, check_config
-from posthoc.kernels.base import Kernel
+from posthoc.kernels.base import Constant, Kernel
 from posthoc.likelihoods.base import Categorical, Likelihood
 from posthoc.likelihoods.recalibration import NONE, Recalibration
-from posthoc.predictive.base import ClassificationPredictive, Predictive
-from posthoc.predictive.latent import Latent, Widened
+from posthoc.predictive.base import Predictive
+from posthoc.predictive.classification import ClassificationPredictive
+from posthoc.predictive.latent import Latent, Widened, ZeroLatent
 from posthoc.saved import Saved
 from posthoc.training import Ranks
 
@@ -33,6 +34,8 @@ CHUNK = 1024
 """Rows predicted at a time while the fit goes on."""
 MIN_MARGIN = 1e-30
 """Lower limit of the mean squared margin that the strength is divided by; it is zero where all outputs are equal."""
+NO_VARIANCE = 1e-12
+"""The variance of the constant kernel that stands for temperature scaling; predictions take it for zero."""
 
 PARTS = {
     "kernel": dict,
@@ -77,6 +80,12 @@ class FittedFMGP(nn.Module):
     def device(self) -> torch.device:
         return self.process.l_raw.device
 
+    @property
+    def has_variance(self) -> bool:
+        """False if this is temperature scaling, whose logits have no variance."""
+        kernel = self.process.kernel
+        return not (isinstance(kernel, Constant) and float(kernel.log_variance.exp()) <= 2.0 * NO_VARIANCE)
+
     def reads(self) -> set[str]:
         """The blocks it reads besides the outputs."""
         return set(self.coordinates.spaces) - {"outputs"} | ({"features"} if self.ood is not None else set())
@@ -102,6 +111,8 @@ class FittedFMGP(nn.Module):
 
     def latent(self, outputs: Outputs, w: Tensor) -> Latent:
         """The latent Gaussian at some rows, without out-of-distribution variance."""
+        if not self.has_variance:
+            return ZeroLatent(outputs.outputs.to(self.device))
         return self.process.latent(self.coordinates.points(outputs), w)
 
     def distance(self, outputs: Outputs, ood: OutOfDistribution) -> Tensor:  # (N,)

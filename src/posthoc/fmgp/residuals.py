@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.likelihoods.base import Gaussian, Likelihood
-from posthoc.predictive.base import Predictive, RegressionPredictive
+from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import Latent
+from posthoc.predictive.regression import RegressionPredictive
 from posthoc.predictive.residual_mixture import NORMAL, Law
 
 __all__ = ["LearntResiduals"]

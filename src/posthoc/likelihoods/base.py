@@ -18,8 +18,10 @@ from torch.autograd.function import once_differentiable
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.temperature import suitable_temperature
-from posthoc.predictive.base import ClassificationPredictive, Predictive, RegressionPredictive, working_dtype
+from posthoc.predictive.base import LatentGaussian, Predictive, working_dtype
+from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.latent import Latent
+from posthoc.predictive.regression import RegressionPredictive
 from posthoc.validation import choice, class_labels, integer, number, regression_targets
 
 __all__ = ["Categorical", "Gaussian", "Likelihood", "make_likelihood"]
@@ -131,13 +133,16 @@ class Gaussian(Likelihood):
     def predictive(self, outputs: Tensor, latent: Latent, *, covariance: bool = False) -> Predictive:
         dtype, shape = working_dtype(outputs), outputs.shape
         unit = self.scale.square()
+        full = (latent.covariance() * torch.outer(self.scale, self.scale)).to(dtype) if covariance else None
         return RegressionPredictive(
-            mean=outputs,
-            latent_variance=(latent.variance * unit).to(dtype).reshape(shape),
+            LatentGaussian(
+                outputs,
+                (latent.variance * unit).to(dtype).reshape(shape),
+                full_covariance=full,
+                independent=latent.independent,
+                has_variance=latent.has_variance,
+            ),
             noise=(self.noise * unit).expand(len(outputs), len(unit)).to(dtype).reshape(shape).clone(),
-            latent_covariance=(latent.covariance() * torch.outer(self.scale, self.scale)).to(dtype)
-            if covariance
-            else None,
         )
 
     def spec(self) -> dict[str, Any]:
@@ -247,13 +252,16 @@ class Categorical(Likelihood):
         else:
             log_probs = APPROXIMATIONS[self.prediction_form](mean, latent, self.relative_temperature)
         return ClassificationPredictive(
-            mean=outputs,
-            logit_variance=(latent.variance * square).to(dtype).expand(outputs.shape).clone(),
+            LatentGaussian(
+                outputs,
+                (latent.variance * square).to(dtype).expand(outputs.shape).clone(),
+                full_covariance=(latent.covariance() * square[..., None]).to(dtype) if covariance else None,
+                independent=latent.independent,
+                has_variance=latent.has_variance,
+            ),
             log_probs=log_probs.to(dtype),
             temperature=(self.relative_temperature * unit).to(dtype),
             keeps_argmax=self.prediction_form == "pairwise",
-            independent=latent.independent,
-            logit_covariance=(latent.covariance() * square[..., None]).to(dtype) if covariance else None,
         )
 
     def spec(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from posthoc.collect.outputs import Outputs
 from posthoc.likelihoods.temperature import best_inverse
-from posthoc.predictive.base import ClassificationPredictive
+from posthoc.predictive.classification import ClassificationPredictive
 
 __all__ = ["NONE", "Recalibration"]
 

@@ -14,7 +14,7 @@ from posthoc.base import Job, Method
 from posthoc.collect.outputs import Outputs
 from posthoc.likelihoods.base import Likelihood
 from posthoc.predictive.base import Predictive
-from posthoc.predictive.latent import IndependentLatent
+from posthoc.predictive.latent import ZeroLatent
 from posthoc.saved import Saved
 
 __all__ = ["LikelihoodOnly"]
@@ -56,9 +56,7 @@ class LikelihoodOnly(Method):
         def predict(outputs: Outputs) -> Predictive:
             home = outputs.outputs.device
             likelihood.to(home)
-            width = outputs.outputs[0].numel()
-            certain = torch.zeros((), dtype=torch.float64, device=home).expand(len(outputs), width)
-            return likelihood.predictive(outputs.outputs, IndependentLatent(certain), covariance=covariance)
+            return likelihood.predictive(outputs.outputs, ZeroLatent(outputs.outputs), covariance=covariance)
 
         return predict
 

@@ -22,7 +22,7 @@ from posthoc.methods.laplace.posterior import settle_noise
 from posthoc.methods.weights.network import NetworkMethod
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive
-from posthoc.predictive.latent import Latent
+from posthoc.predictive.latent import DenseLatent
 from posthoc.saved import Saved
 from posthoc.validation import choice, integer
 
@@ -178,7 +178,7 @@ class LaplaceTorch(NetworkMethod):
             if isinstance(likelihood, Gaussian):
                 v = v / torch.outer(likelihood.scale, likelihood.scale)
             few = isinstance(likelihood, Categorical) and width <= FEW_OUTPUTS
-            return likelihood.predictive(said, GivenLatent(v), covariance=covariance or few)
+            return likelihood.predictive(said, DenseLatent(v), covariance=covariance or few)
 
         return predict
 
@@ -250,30 +250,6 @@ class Pass:
 
     def _dtype(self) -> torch.dtype:
         return next(self.method.module.parameters()).dtype
-
-
-class GivenLatent(Latent):
-    """A covariance that is there already."""
-
-    def __init__(
-        self,
-        covariance: Tensor,  # (N, C, C)
-    ) -> None:
-        self._covariance = covariance
-
-    @property
-    def variance(self) -> Tensor:
-        # Some of laplace-torch's forms subtract, and can round to a little below zero.
-        return self._covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0)
-
-    def covariance(self) -> Tensor:
-        return self._covariance
-
-    def difference(self, top: Tensor) -> Tensor:
-        variance, label = self.variance, top[:, None]
-        shared = self._covariance.gather(1, label[:, :, None].expand(-1, 1, variance.shape[1])).squeeze(1)
-        apart = variance + variance.gather(-1, label) - 2.0 * shared
-        return apart.clamp_min(0.0).scatter(-1, label, 0.0)
 
 
 def maximise_evidence(approximation: Any, *, noise: bool, precision: float | None) -> None:

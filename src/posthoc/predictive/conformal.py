@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -22,7 +22,9 @@ from torch import Tensor
 
 from posthoc.errors import DataError, FileError, OptionError, PosthocWarning, WrongTaskError
 from posthoc.io import changed, check_tensors, read_tensors, write_tensors
-from posthoc.predictive.base import ClassificationPredictive, Predictive, RegressionPredictive, by_rows, working_dtype
+from posthoc.predictive.base import LatentGaussian, Predictive, apply_by_rows, working_dtype
+from posthoc.predictive.classification import ClassificationPredictive
+from posthoc.predictive.regression import RegressionPredictive
 from posthoc.validation import choice, class_labels, integer, regression_targets
 
 __all__ = [
@@ -61,7 +63,9 @@ class Residual(Score):
     joint: bool = False
 
     def of(self, pred: Predictive, y: Any) -> Tensor:
-        score = (regression_targets(y, pred.mean).double() - pred.mean.double()).abs() / spread(pred)
+        score = (regression_targets(y, pred.latent.mean).double() - pred.latent.mean.double()).abs() / spread(
+            cast(RegressionPredictive, pred)
+        )
         return score.flatten(1).amax(1) if self.joint and score.ndim > 1 else score
 
 
@@ -81,7 +85,7 @@ class ClassScore(Score):
         return scores if self.allow_empty else scores.scatter(-1, predicted(pred), -math.inf)
 
     def of(self, pred: Predictive, y: Any) -> Tensor:
-        labels = class_labels(y, pred.mean)
+        labels = class_labels(y, pred.latent.mean)
         return self.of_classes(cast(ClassificationPredictive, pred)).gather(-1, labels[:, None]).squeeze(-1)
 
 
@@ -127,7 +131,7 @@ class APS(ClassScore):
         probs = log_probs.gather(-1, order).exp()
         scores = torch.nn.functional.pad(probs.cumsum(-1)[:, :-1], (1, 0))
         if self.seed is not None:
-            scores += uniform(pred.mean, self.seed)[:, None] * probs
+            scores += uniform(pred.latent.mean, self.seed)[:, None] * probs
         if self.penalty:
             rank = torch.arange(1, scores.shape[1] + 1, device=scores.device)
             scores += self.penalty * (rank - self.free).clamp_min(0)
@@ -142,12 +146,15 @@ SCORES: dict[str, dict[str, Score]] = {
 TYPES: dict[str, type[Score]] = {kind.name: kind for kind in (Residual, LAC, APS)}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
     """A score, and those of n points that nobody was fitted on."""
 
     score: Score
     scores: Tensor  # (n,) or (n, outputs), ascending, float64
+
+    def __repr__(self) -> str:
+        return f"Calibration({self.score!r}, points={len(self.scores)})"
 
     def threshold(self, level: float) -> Tensor:  # () or (outputs,)
         """The score up to which values belong; infinite if there are too few points to promise so much."""
@@ -208,6 +215,9 @@ class Conformal:
             for pred in parts:
                 yield self._around(pred)
 
+    def __repr__(self) -> str:
+        return f"Conformal({self.method!r}, {self.calibration!r})"
+
     def _around(self, pred: Predictive) -> ConformalPredictive:
         kind = ConformalIntervals if self.calibration.score.task == "regression" else ConformalSets
         return kind(pred, self.calibration)
@@ -241,7 +251,7 @@ class Conformal:
 ONLY_FOR = {"regression": ("interval", "width"), "classification": ("sets", "size")}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ConformalPredictive(ABC):
     """Predictions for N points, with guaranteed coverage; a row is a point, and `pred[rows]` selects some of them."""
 
@@ -250,9 +260,12 @@ class ConformalPredictive(ABC):
     calibration: Calibration
 
     @property
-    def mean(self) -> Tensor:
-        """The network's own outputs."""
-        return self.base.mean
+    def latent(self) -> LatentGaussian:
+        """The Gaussian over the network's outputs."""
+        return self.base.latent
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.base!r}, {self.calibration!r})"
 
     @abstractmethod
     def covers(self, y: Any, level: float = 0.95) -> Tensor:
@@ -263,6 +276,9 @@ class ConformalPredictive(ABC):
 
     def __getitem__(self, rows: Any) -> Self:
         return type(self)(self.base[rows], self.calibration)
+
+    def __iter__(self) -> Iterator[Self]:
+        return (self[row] for row in range(len(self)))
 
     def __getattr__(self, name: str) -> Any:
         for task, names in ONLY_FOR.items():
@@ -275,6 +291,11 @@ class ConformalIntervals(ConformalPredictive):
     """Intervals for a new observation, of shape `mean`."""
 
     base: RegressionPredictive
+
+    @property
+    def mean(self) -> Tensor:
+        """The network's output."""
+        return self.base.mean
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The interval that holds a new observation with probability `level` or more: (lower, upper). If scores are
@@ -305,16 +326,16 @@ class ConformalSets(ConformalPredictive):
     def sets(self, level: float = 0.95) -> Tensor:  # (N, C), bool
         """The classes among which the true one is with probability `level` or more. The predicted class is always
         there, unless the score was told to allow empty sets."""
-        threshold = self.calibration.threshold(level).to(self.base.mean.device)
+        threshold = self.calibration.threshold(level).to(self.base.latent.mean.device)
         score = cast(ClassScore, self.calibration.score)
-        return by_rows(lambda part: score.of_classes(part) <= threshold, self.base)
+        return apply_by_rows(lambda part: score.of_classes(part) <= threshold, self.base)
 
     def size(self, level: float = 0.95) -> Tensor:  # (N,)
         """How many classes are in each set."""
         return self.sets(level).sum(-1)
 
     def covers(self, y: Any, level: float = 0.95) -> Tensor:  # (N,)
-        labels = class_labels(y, self.base.mean)
+        labels = class_labels(y, self.base.latent.mean)
         return self.sets(level).gather(-1, labels[:, None]).squeeze(-1)
 
 
@@ -331,13 +352,13 @@ def score_named(score: str | Score | None, task: str) -> Score:
     return named[score]
 
 
-def spread(pred: Predictive) -> Tensor:
+def spread(pred: RegressionPredictive) -> Tensor:
     """std, but not zero: without any doubt the score of an error is beyond all others, and no error has none."""
     return pred.std.double().clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def predicted(pred: ClassificationPredictive) -> Tensor:  # (N, 1)
-    return pred.probs.argmax(-1, keepdim=True)
+    return pred.labels[:, None]
 
 
 def rounded(bound: Tensor, dtype: torch.dtype, toward: float) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posthoc.numerics import cholesky
 
-__all__ = ["FactorLatent", "IndependentLatent", "Latent", "Widened", "correlate"]
+__all__ = ["DenseLatent", "FactorLatent", "IndependentLatent", "Latent", "Widened", "ZeroLatent", "correlate"]
 
 
 class Latent(ABC):
@@ -17,6 +17,8 @@ class Latent(ABC):
 
     independent: bool = False
     """Whether the outputs at one point are independent, so that `variance` says everything."""
+    has_variance: bool = True
+    """False if V is zero everywhere."""
 
     @property
     @abstractmethod
@@ -64,6 +66,36 @@ class IndependentLatent(Latent):
     def perturb(self, noise: Tensor) -> Tensor:
         # The tiny floor keeps the square root's gradient finite where the variance is exactly zero.
         return noise * self._variance.clamp_min(1e-300 if noise.dtype == torch.float64 else 1e-30).sqrt()
+
+
+class ZeroLatent(IndependentLatent):
+    """Outputs without variance: V = 0."""
+
+    has_variance = False
+
+    def __init__(self, outputs: Tensor) -> None:
+        zero = torch.zeros((), dtype=torch.float64, device=outputs.device)
+        super().__init__(zero.expand(len(outputs), outputs.shape[1:].numel()))
+
+
+class DenseLatent(Latent):
+    """V given as matrices (N, C, C)."""
+
+    def __init__(self, matrices: Tensor) -> None:
+        self._matrices = matrices
+
+    @property
+    def variance(self) -> Tensor:
+        return self._matrices.diagonal(dim1=-2, dim2=-1).clamp_min(0.0)  # rounding may leave it a little below zero
+
+    def covariance(self) -> Tensor:
+        return self._matrices
+
+    def difference(self, top: Tensor) -> Tensor:
+        variance = self._matrices.diagonal(dim1=-2, dim2=-1)
+        between = self._matrices[torch.arange(len(top), device=top.device), top]
+        apart = variance + variance.gather(-1, top[:, None]) - 2.0 * between
+        return apart.clamp_min(0.0).scatter(-1, top[:, None], 0.0)
 
 
 class FactorLatent(Latent):

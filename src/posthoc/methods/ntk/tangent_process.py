@@ -13,7 +13,7 @@ from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
 from posthoc.kernels.base import Points
 from posthoc.methods.ntk.ntk import Jacobian, LastLayerNTK, products
-from posthoc.predictive.latent import Latent
+from posthoc.predictive.latent import DenseLatent, Latent
 
 __all__ = ["Covariances", "TangentProcess", "fixed_coupling"]
 
@@ -80,26 +80,6 @@ class TangentProcess(Process):
     def _correction(self, kzz: Tensor) -> Correction:
         units = self.units[self.z_class]
         return correction(self.chol, self.variance * units[:, None] * units * kzz)
-
-
-class DenseLatent(Latent):
-    """The covariance written out, as it must be where Jacobians are."""
-
-    def __init__(self, covariance: Tensor) -> None:
-        self._covariance = covariance  # (N, C, C)
-
-    @property
-    def variance(self) -> Tensor:
-        return self._covariance.diagonal(dim1=1, dim2=2).clamp_min(0.0)
-
-    def covariance(self) -> Tensor:
-        return self._covariance
-
-    def difference(self, top: Tensor) -> Tensor:
-        variance = self._covariance.diagonal(dim1=1, dim2=2)
-        between = self._covariance[torch.arange(len(top), device=top.device), top]
-        apart = variance + variance.gather(-1, top[:, None]) - 2.0 * between
-        return apart.clamp_min(0.0).scatter(-1, top[:, None], 0.0)
 
 
 def fixed_coupling(units: Tensor) -> OutputCovariance:

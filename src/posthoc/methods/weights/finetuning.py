@@ -18,10 +18,10 @@ from posthoc.likelihoods.base import Likelihood
 from posthoc.methods.weights.network import LabelledBatch, NetworkBatches, seeded
 from posthoc.methods.weights.sampling import DrawingMethod
 from posthoc.predictive.base import Predictive
-from posthoc.predictive.latent import IndependentLatent
+from posthoc.predictive.latent import ZeroLatent
 from posthoc.training import History, Ranks, Training, train
 
-__all__ = ["FinetunedMethod", "certain", "positive"]
+__all__ = ["FinetunedMethod", "positive"]
 
 
 class FinetunedMethod(DrawingMethod):
@@ -78,7 +78,7 @@ class FinetunedMethod(DrawingMethod):
         def objective(labelled: LabelledBatch) -> Tensor:
             said = answer(labelled.batch)
             mean, target = likelihood.standardise(said, likelihood.check_targets(labelled.target, said))
-            energy = likelihood.energy(mean, certain(mean), target, alpha=1.0)
+            energy = likelihood.energy(mean, ZeroLatent(mean), target, alpha=1.0)
             return penalty() / job.num_data - energy.mean()
 
         def score() -> float:
@@ -119,12 +119,6 @@ class NumberedBatches(NetworkBatches):
             self.at += 1
         self.at += 1
         return super().block(step, count)
-
-
-def certain(mean: Tensor) -> IndependentLatent:
-    """No variance around these outputs."""
-    columns = mean.reshape(len(mean), -1)
-    return IndependentLatent(torch.zeros((), dtype=torch.float64, device=mean.device).expand(columns.shape))
 
 
 def positive(name: str, value: Any) -> float:

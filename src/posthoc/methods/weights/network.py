@@ -109,10 +109,10 @@ class NetworkMethod(Method):
             for batch in self._batches([data] if one_batch else data, CHUNK):
                 with turn(self.module):
                     predictive = predict(batch)
-                all_finite([predictive.mean], "outputs", 0)
+                all_finite([predictive.latent.mean], "outputs", 0)
                 if not len(predictive):
                     continue
-                part = Outputs.trusted(outputs=predictive.mean, targets=batch.target)
+                part = Outputs.trusted(outputs=predictive.latent.mean, targets=batch.target)
                 yield predictive, self._fitting(part, targets=targets)
 
     @abstractmethod

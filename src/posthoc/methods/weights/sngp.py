@@ -16,12 +16,12 @@ from posthoc.collect.stillness import still, turn
 from posthoc.errors import OptionError
 from posthoc.io import check_tensors
 from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood, columns
-from posthoc.methods.weights.finetuning import FinetunedMethod, certain, positive
+from posthoc.methods.weights.finetuning import FinetunedMethod, positive
 from posthoc.methods.weights.random_features import FeatureLaplace, RandomFeatures, bounded, listening, settle_bounds
 from posthoc.methods.weights.sampling import set_noise
 from posthoc.numerics import cholesky
 from posthoc.predictive.base import Predictive
-from posthoc.predictive.latent import IndependentLatent
+from posthoc.predictive.latent import IndependentLatent, ZeroLatent
 from posthoc.saved import Saved
 from posthoc.validation import choice, integer
 
@@ -298,7 +298,7 @@ def typical_distance(parts: Iterator[Tensor]) -> float:
 
 def plain(likelihood: Likelihood, said: Tensor) -> Predictive:
     """The copy's own word, without the variance that it does not have yet."""
-    return likelihood.predictive(said, certain(said))
+    return likelihood.predictive(said, ZeroLatent(said))
 
 
 def beside(said: Tensor, values: Tensor) -> Tensor:

@@ -1,0 +1,188 @@
+"""`ClassificationPredictive`: predictions of classes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from posthoc.errors import OptionError, PosthocWarning
+from posthoc.numerics import rows_that_fit
+from posthoc.predictive.base import Predictive, UncertaintyScore, apply_by_rows, number_of_draws, row_means
+from posthoc.validation import class_labels, integer
+
+__all__ = ["ClassificationPredictive"]
+
+NO_VARIANCE = (
+    "This method gives the logits no variance (it is temperature scaling, or a fit that chose temperature scaling)"
+)
+LATENT = "pred.latent.{} is that of the logits"
+
+
+def needs_variance(score: UncertaintyScore) -> UncertaintyScore:
+    """A score that is refused where the logits have no variance."""
+
+    def checked(pred: ClassificationPredictive) -> Tensor:
+        if not pred.latent.has_variance:
+            raise OptionError(f'{NO_VARIANCE}: use by="entropy" or by="least_confidence".')
+        return score(pred)
+
+    return checked
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ClassificationPredictive(Predictive):
+    """The probabilities of the classes at each of N points: softmax(f / temperature) averaged over the logits f.
+
+    A classifier with a single logit z for two classes has the logits [0, z].
+
+    Args:
+        latent: The Gaussian over the logits; its mean is the network's output, bit for bit.
+        log_probs: The logarithms of the class probabilities, (N, C).
+        temperature: What logits are divided by, () or (N, 1).
+        keeps_argmax: Whether the predicted class is always that of the largest mean logit.
+
+    Example:
+        >>> from posthoc.predictive.base import LatentGaussian
+        >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+        >>> latent = LatentGaussian(logits, torch.ones(2, 2))
+        >>> pred = ClassificationPredictive(latent, logits.log_softmax(-1), torch.ones(()))
+        >>> pred.labels.tolist()
+        [0, 1]
+        >>> pred.sample(3).shape
+        torch.Size([3, 2])
+    """
+
+    log_probs: Tensor
+    temperature: Tensor
+    keeps_argmax: bool = True
+
+    task: ClassVar[str] = "classification"
+    uncertainty_scores: ClassVar[Mapping[str, UncertaintyScore]] = {
+        "entropy": lambda pred: apply_by_rows(exact_entropy, pred),
+        "least_confidence": lambda pred: -torch.expm1(pred.log_probs.amax(-1).double()),
+        "variance": needs_variance(lambda pred: row_means(pred.latent.variance)),
+        "mutual_information": needs_variance(lambda pred: pred.mutual_information()),
+    }
+    hints: ClassVar[Mapping[str, str]] = {
+        "mean": "the network's output is pred.latent.mean, the class probabilities are pred.probs",
+        "variance": LATENT.format("variance"),
+        "std": LATENT.format("std"),
+        "covariance": LATENT.format("covariance"),
+        "latent_variance": LATENT.format("variance"),
+        "noise": "that is for regression",
+        "quantile": "that is for regression",
+        "interval": "that is for regression",
+        "cdf": "that is for regression",
+    }
+
+    @property
+    def probs(self) -> Tensor:
+        """The class probabilities, (N, C)."""
+        probs = self.log_probs.exp()
+        if not self.keeps_argmax:
+            return probs
+        top = self.latent.mean.argmax(-1, keepdim=True)
+        moved = probs.argmax(-1, keepdim=True) != top
+        if bool(moved.any()):
+            # Two classes may round to one probability: the class of the largest logit stays first.
+            above = torch.nextafter(probs.amax(-1, keepdim=True), torch.full_like(probs[:, :1], math.inf))
+            probs = torch.where(moved, probs.scatter(-1, top, above), probs)
+        return probs
+
+    @property
+    def labels(self) -> Tensor:
+        """The most probable class of each point, (N,) of int64."""
+        if self.keeps_argmax:
+            return self.latent.mean.argmax(-1)
+        return apply_by_rows(lambda part: part.log_probs.exp().argmax(-1), self)
+
+    def tempered(self, factor: Tensor) -> ClassificationPredictive:
+        """The same with each row's temperature, and the standard deviation of its logits, multiplied by a factor.
+
+        Args:
+            factor: The factors, (N, 1).
+        """
+        dtype, latent = self.log_probs.dtype, self.latent
+        full = latent.full_covariance
+        return replace(
+            self,
+            latent=replace(
+                latent,
+                variance=(latent.variance * factor.square()).to(dtype),
+                full_covariance=None if full is None else (full * factor.square()[:, :, None]).to(dtype),
+            ),
+            log_probs=(self.log_probs.double() / factor).log_softmax(-1).to(dtype),
+            temperature=(self.temperature * factor).to(dtype),
+        )
+
+    def entropy(self) -> Tensor:
+        """The entropy of the class probabilities in nats, (N,): the total uncertainty about the class."""
+        return torch.special.entr(self.log_probs.exp()).sum(-1)
+
+    def mutual_information(self, samples: int = 256, generator: torch.Generator | None = None) -> Tensor:
+        """The mutual information of class and function in nats (BALD), (N,), from draws of the logits.
+
+        Args:
+            samples: The number of draws of the logits.
+            generator: The source of randomness; the default is seeded, so that equal calls give equal results.
+
+        Returns:
+            The part of the entropy that is due to uncertainty about the function. Zeros, with a warning, if the method
+            gives the logits no variance.
+        """
+        samples = integer("samples", samples, 1)
+        if not self.latent.has_variance:
+            warnings.warn(f"{NO_VARIANCE}: the mutual information is zero.", PosthocWarning, stacklevel=2)
+            return torch.zeros_like(self.log_probs[:, 0])
+        if generator is None:
+            generator = torch.Generator(self.log_probs.device).manual_seed(0)
+        size = rows_that_fit(samples * self.log_probs.shape[1])
+        parts = [self[start : start + size] for start in range(0, max(1, len(self)), size)]
+        return torch.cat([part._information(samples, generator) for part in parts])
+
+    def _information(self, samples: int, generator: torch.Generator) -> Tensor:
+        logits = self.latent.draws  # (N, S, C); the average over them does not depend on their order
+        logits = self.latent.sample(samples, generator) if logits is None else logits.transpose(0, 1)
+        p = (logits / self.temperature).softmax(-1)
+        expected = torch.special.entr(p).sum(-1).mean(0)
+        return (torch.special.entr(p.mean(0)).sum(-1) - expected).clamp_min(0.0)
+
+    def log_prob(self, y: Any) -> Tensor:
+        """The log-probability of class labels, (N,)."""
+        labels = class_labels(y, self.log_probs)
+        return self.log_probs.gather(-1, labels[:, None]).squeeze(-1)
+
+    def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        """Draws of class labels, (n, N) of int64; draws of the logits are `pred.latent.sample`."""
+        n = number_of_draws(n)
+        uniform = torch.rand((len(self), n), dtype=torch.float64, device=self.log_probs.device, generator=generator)
+
+        def draw(part: ClassificationPredictive, uniform: Tensor) -> Tensor:
+            edges = part.log_probs.double().exp().cumsum(-1)
+            return torch.searchsorted(edges, uniform * edges[:, -1:], right=True).clamp_max(edges.shape[1] - 1)
+
+        return apply_by_rows(draw, self, uniform).T
+
+    def columns(self) -> dict[str, Tensor]:
+        """Class probabilities, labels, entropy, and the mean and variance of the logits."""
+        return {
+            "probs": self.probs,
+            "labels": self.labels,
+            "entropy": self.entropy(),
+            "latent_mean": self.latent.mean,
+            "latent_variance": self.latent.variance,
+        }
+
+    def _figure(self, has_targets: bool) -> str:
+        return "reliability_diagram" if has_targets else "entropy_histogram"
+
+
+def exact_entropy(pred: ClassificationPredictive) -> Tensor:
+    """The entropy in float64; float32 would lose the order of very certain predictions."""
+    return torch.special.entr(pred.log_probs.double().exp()).sum(-1)

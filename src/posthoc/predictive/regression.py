@@ -1,0 +1,168 @@
+"""`RegressionPredictive`: predictions of real-valued targets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from posthoc.errors import OptionError
+from posthoc.predictive.base import (
+    Predictive,
+    UncertaintyScore,
+    number_of_draws,
+    row_means,
+    standard_normal,
+    working_dtype,
+)
+from posthoc.predictive.latent import correlate
+from posthoc.predictive.residual_mixture import Law
+from posthoc.validation import as_numbers, number, regression_targets
+
+__all__ = ["RegressionPredictive"]
+
+CLASSES_ONLY = "that is for classification"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RegressionPredictive(Predictive):
+    """The distribution of a new observation at each of N points, in the user's units: mean + std · z, where z is
+    Gaussian or follows a mixture of normals.
+
+    Several outputs are taken as independent by `log_prob`, as in training; only `covariance` and `sample` use their
+    covariance, where it was computed.
+
+    Args:
+        latent: The Gaussian over the network's function; its mean is the network's output, bit for bit.
+        noise: The variance of an observation around the function, of the shape of the mean.
+        law: The distribution of z for each output, with mean 0 and variance 1; None is the normal distribution.
+
+    Example:
+        >>> from posthoc.predictive.base import LatentGaussian
+        >>> latent = LatentGaussian(torch.zeros(2, 1), torch.ones(2, 1))
+        >>> pred = RegressionPredictive(latent, noise=torch.full((2, 1), 3.0))
+        >>> pred.std.squeeze(1).tolist()
+        [2.0, 2.0]
+        >>> pred.quantile([0.05, 0.5, 0.95]).shape
+        torch.Size([3, 2, 1])
+    """
+
+    noise: Tensor
+    law: Law | None = None
+
+    task: ClassVar[str] = "regression"
+    uncertainty_scores: ClassVar[Mapping[str, UncertaintyScore]] = {
+        "std": lambda pred: row_means(pred.variance).sqrt(),
+        "variance": lambda pred: row_means(pred.variance),
+    }
+    hints: ClassVar[Mapping[str, str]] = {
+        "probs": CLASSES_ONLY,
+        "log_probs": CLASSES_ONLY,
+        "labels": CLASSES_ONLY,
+        "entropy": CLASSES_ONLY,
+        "mutual_information": CLASSES_ONLY,
+        "temperature": CLASSES_ONLY,
+    }
+
+    @property
+    def mean(self) -> Tensor:
+        """The network's output, bit for bit, (N,) or (N, C)."""
+        return self.latent.mean
+
+    @property
+    def latent_variance(self) -> Tensor:
+        """The variance of the function, of the shape of the mean."""
+        return self.latent.variance
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of a new observation, of the shape of the mean."""
+        return self.latent.variance + self.noise
+
+    @property
+    def std(self) -> Tensor:
+        """The standard deviation of a new observation, of the shape of the mean."""
+        return self.variance.sqrt()
+
+    @property
+    def covariance(self) -> Tensor:
+        """The covariance of a new observation across outputs, (N, C, C); see `predict(..., covariance=True)`."""
+        return self.latent.covariance + torch.diag_embed(self.noise.reshape(len(self), -1))
+
+    def quantile(self, q: Any) -> Tensor:
+        """The values below which a new observation falls with probability q.
+
+        Args:
+            q: A level in (0, 1), a list or one-dimensional tensor of Q levels, or a tensor of more dimensions that
+                broadcasts against the mean.
+
+        Returns:
+            The quantiles, of the shape of the mean; (Q, *shape of the mean) for Q levels.
+        """
+        levels = as_numbers(q, torch.float64)
+        if levels is None or not bool(((levels > 0) & (levels < 1)).all()):
+            raise OptionError(f"Expected quantile levels strictly between 0 and 1, got {q!r}.")
+        levels = levels.to(self.mean.device)
+        if levels.ndim == 1:
+            levels = levels.reshape(-1, *[1] * self.mean.ndim)
+        return self._at(torch.special.ndtri(levels) if self.law is None else self.law.quantile(levels))
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """The central interval that contains a new observation with probability `level`.
+
+        Returns:
+            The lower and the upper ends, of the shape of the mean.
+        """
+        if not 0.0 < number(level) < 1.0:
+            raise OptionError(f"Expected an interval level strictly between 0 and 1, got {level!r} (0.95 means 95 %).")
+        if self.law is not None:
+            return self.quantile(0.5 - 0.5 * level), self.quantile(0.5 + 0.5 * level)
+        z = torch.special.ndtri(torch.tensor(0.5 + 0.5 * level, dtype=torch.float64, device=self.mean.device))
+        return self._at(-z), self._at(z)
+
+    def cdf(self, y: Any) -> Tensor:
+        """The probability that a new observation is at most y, of the shape of the mean."""
+        z = self._standardize(y)
+        return torch.special.ndtr(z) if self.law is None else self.law.cdf(z).to(z.dtype)
+
+    def log_prob(self, y: Any) -> Tensor:
+        """The log-density of observations in the user's units, summed over outputs, (N,)."""
+        z = self._standardize(y)
+        if self.law is None:
+            density = -0.5 * z.square() - self.std.log() - 0.5 * math.log(2.0 * math.pi)
+        else:
+            density = self.law.log_density(z).to(z.dtype) - self.std.log()
+        return density.flatten(1).sum(-1) if density.ndim > 1 else density
+
+    def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        """Draws of new observations, (n, N, ...). If the covariance across outputs is there, draws have it, and follow
+        each output's mixture only approximately."""
+        n = number_of_draws(n)
+        shape = (n, *self.mean.shape)
+        if self.latent.draws is not None:
+            values = self.latent.sample(n, generator)
+            return values + self.noise.sqrt() * standard_normal(shape, values, generator)
+        if self.law is None:
+            z = standard_normal(shape, self.mean, generator)
+        else:
+            z = self.law.sample(shape, generator).to(working_dtype(self.mean))
+        if self.latent.full_covariance is None:
+            return self.mean + self.std * z
+        return self.mean + correlate(self.covariance, z.reshape(n, len(self), -1)).reshape(z.shape)
+
+    def columns(self) -> dict[str, Tensor]:
+        """Mean, standard deviation, latent variance and noise."""
+        return {"mean": self.mean, "std": self.std, "latent_variance": self.latent_variance, "noise": self.noise}
+
+    def _figure(self, has_targets: bool) -> str:
+        return "intervals"
+
+    def _at(self, z: Tensor) -> Tensor:
+        return self.mean + self.std * z.to(self.std.dtype)
+
+    def _standardize(self, y: Any) -> Tensor:
+        return (regression_targets(y, self.mean).to(self.std.dtype) - self.mean) / self.std
