@@ -28,7 +28,7 @@ Split = tuple[Tensor, Tensor]
 
 
 def uci_splits(folder: Path, name: str) -> tuple[Split, Split, Split]:
-    """The first 80 %, the next 10 % and the last 10 %, standardised by the first."""
+    """The first 80 %, the next 10 % and the last 10 %, standardized by the first."""
     with np.load(folder / "uci" / f"{name}.npz") as file:
         x, y = torch.from_numpy(file["inputs"]), torch.from_numpy(file["targets"])[:, None]
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))

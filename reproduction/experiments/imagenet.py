@@ -25,7 +25,7 @@ from posthoc.integrations.datasets import ImageFolder
 from posthoc.integrations.models import Predictor, open_predictor
 from posthoc.integrations.transforms import Collate
 from posthoc.methods import ELLA, MAP, MFVI, Temperature
-from reproduction.data.download import Shelf
+from reproduction.data.files import DataFolder
 from reproduction.experiments.cifar10 import FINE_TUNED, needs_network
 from reproduction.experiments.clip import FEW_POINTS, PAPER_FMGP, outputs_file
 from reproduction.experiments.experiment import Experiment, Request
@@ -187,7 +187,7 @@ class Images:
         return DataLoader(images, size, shuffle, collate_fn=self.collate, num_workers=workers)
 
     def _folder(self, part: str) -> Folder:
-        own = Shelf("imagenet", self.request.data_dir).own
+        own = DataFolder("imagenet", self.request.data_dir).own
         if own is None or not (own / part).is_dir():
             raise UnavailableError(
                 f"Expected ImageNet's images in imagenet/{part} of the data (--data-dir), one folder a class, found no "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from posthoc.evaluate.cost import versions
 from posthoc.io import atomic_path, require_folder
 from reproduction.data import load
-from reproduction.data.download import cache_folder
+from reproduction.data.files import cache_folder
 from reproduction.experiments.experiment import Request
 
 __all__ = ["Problem", "learn", "mlp", "problem"]
@@ -46,7 +46,7 @@ def problem(name: str, seed: int, request: Request) -> Problem:
         data, source = data.shuffled(0), f"{source}; rows shuffled"
     if request.quick:
         data = data[:QUICK_ROWS]
-    parts = data.split().standardised()
+    parts = data.split().standardized()
     device = torch.device(request.device)
     train, val, test = ((part.inputs.to(device), part.targets[:, None].to(device)) for part in parts)
     network = trained(train, seed, source, epochs=2 if request.quick else EPOCHS)

@@ -18,7 +18,7 @@ from posthoc.evaluate.evaluate import score
 from posthoc.io import atomic_path, require_folder
 from posthoc.kernels.registry import kernel_from_spec
 from posthoc.likelihoods.base import Categorical, Likelihood
-from reproduction.data.download import cache_folder
+from reproduction.data.files import cache_folder
 from reproduction.experiments.experiment import Request
 
 __all__ = ["PAPER_CLASSES", "PAPER_KERNEL", "Given", "Variant", "fitted", "fitted_and_scored"]

@@ -26,7 +26,7 @@ from posthoc.integrations.transforms import Collate
 from posthoc.io import atomic_path, require_folder
 from posthoc.optional import require
 from reproduction.data import Dataset
-from reproduction.data.download import Shelf, cache_folder
+from reproduction.data.files import DataFolder, cache_folder
 
 __all__ = ["Pictures", "Said", "ZeroShot", "read_clip", "readers", "said_once"]
 
@@ -120,7 +120,7 @@ def read_clip(
     """CLIP with these classes, what makes its batches of rows, and where its weights come from: the folder `clip` of
     the data, or the Hugging Face hub. Only safetensors are read, and no code from there is run."""
     transformers = require("transformers", "hf", "CLIP")
-    own = Shelf(FOLDER, data_dir).own
+    own = DataFolder(FOLDER, data_dir).own
     local = own is not None and own.is_dir()
     source = str(own) if local else MODEL
     safe: dict[str, Any] = {"trust_remote_code": False}

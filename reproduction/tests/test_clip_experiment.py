@@ -6,7 +6,6 @@ import io
 import json
 import sys
 import tarfile
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import pytest
 import torch
 
 from posthoc import FileError, MissingExtraError
-from reproduction.data import Dataset, download
+from reproduction.data import Dataset, images
+from reproduction.data import files as data_files
 from reproduction.experiments import Request, clip, experiment_named, zero_shot
 
-CIFAR100 = import_module("reproduction.data.cifar100")
 NAMES = tuple(f"kind_{i}" for i in range(100))
 NAMES_FILE = "fine_label_names.txt"
 CLASSES = ("cat", "aquarium_fish", "dog")
@@ -30,10 +29,10 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.delenv("POSTHOC_DATA", raising=False)
     monkeypatch.setenv("POSTHOC_CACHE", str(tmp_path / "cache"))
 
-    def refuse(remote, part):
+    def refuse(remote, folder):
         raise FileError(f"asked for {remote.url}")
 
-    monkeypatch.setattr(download, "download", refuse)
+    monkeypatch.setattr(data_files, "fetch", refuse)
     clip.parts_of.cache_clear()
     yield
     clip.parts_of.cache_clear()
@@ -65,7 +64,7 @@ def write_cifar100(folder: Path, content: dict[str, bytes]) -> None:
 @pytest.fixture
 def small(monkeypatch):
     """Files of three images to test with and six to train with."""
-    monkeypatch.setattr(CIFAR100, "IMAGES", {"train": 6, "test": 3})
+    monkeypatch.setattr(images, "CIFAR100_IMAGES", {"train": 6, "test": 3})
 
 
 def test_cifar100_from_its_archive_and_from_its_files(small, tmp_path):
@@ -76,7 +75,7 @@ def test_cifar100_from_its_archive_and_from_its_files(small, tmp_path):
         path.write_bytes(data)
     for folder in ("a", "b"):
         for part, rows in (("train", 6), ("test", 3)):
-            data = CIFAR100.cifar100(tmp_path / folder, part)
+            data = images.cifar100(tmp_path / folder, part)
             assert data.targets.tolist() == list(range(rows))  # the class, not the group of classes
             assert data.classes == NAMES
             assert data.source == f"CIFAR-100, {part}"
@@ -97,9 +96,9 @@ def test_cifar100_that_is_not_whole_is_refused(small, tmp_path):
     ):
         write_cifar100(tmp_path / str(i) / "cifar100", {**whole, **change})
         with pytest.raises(FileError, match=message):
-            CIFAR100.cifar100(tmp_path / str(i))
+            images.cifar100(tmp_path / str(i))
     with pytest.raises(FileError, match=r"asked for https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz"):
-        CIFAR100.cifar100(None)
+        images.cifar100(None)
 
 
 # CLIP.
@@ -299,11 +298,11 @@ def test_files_that_are_not_there_are_named(tmp_path):
 def test_images_seen_by_clip(hub, tmp_path, monkeypatch):
     asked = []
 
-    def images(folder, part):
+    def load_images(folder, part):
         asked.append((folder, part))
         return pictures(30, seed=len(part))
 
-    monkeypatch.setitem(clip.IMAGES, "cifar100", images)
+    monkeypatch.setitem(clip.IMAGES, "cifar100", load_images)
     request = Request(out=tmp_path / "out", cases=("cifar100",), data_dir=hub, quick=True)
     found = {run["method"]: run for run in experiment_named("clip").reproduce(request)}
     assert sorted(asked) == [(hub, "test"), (hub, "train")]

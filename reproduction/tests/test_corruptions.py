@@ -6,7 +6,6 @@ import colorsys
 import importlib.util
 import io
 import math
-import sys
 import zipfile
 from statistics import fmean
 
@@ -16,14 +15,11 @@ import torch
 from PIL import Image
 from scipy import ndimage
 
-from posthoc.errors import DataError, FileError, MissingExtraError, OptionError
+from posthoc.errors import DataError, FileError, OptionError
 from reproduction.data import corruptions
 from reproduction.data.corruptions import CORRUPTIONS, SEVERITIES, available_corruptions, corrupted
-from reproduction.data.corruptions.blur import disk, glass_blur
-from reproduction.data.corruptions.digital import affine_map, elastic_transform
-from reproduction.data.corruptions.draws import Draws
-from reproduction.data.corruptions.filters import enlarged, resampled, smoothed, streaked
-from reproduction.data.corruptions.weather import landscape
+from reproduction.data.corruptions.filters import Draws, enlarged, resampled, smoothed, streaked
+from reproduction.data.corruptions.kinds import affine_map, disk, elastic_transform, glass_blur, landscape
 
 FIXED = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")
 """Kinds without chance."""
@@ -473,18 +469,6 @@ def test_pixelate_and_jpeg_are_pillow_s(images, severity, size, quality):
     for kind, direct in (("pixelate", coarse), ("jpeg_compression", Image.open(file))):
         result = corrupted(images[2:3], kind, severity)[0].permute(1, 2, 0)
         np.testing.assert_array_equal(result, np.asarray(direct))
-
-
-def test_without_pillow_the_rest_can_be_had(images, icy, monkeypatch):
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    for kind in ("pixelate", "jpeg_compression", "frost"):
-        with pytest.raises(MissingExtraError, match=rf"{kind} needs pillow.*posthoc\[images\]"):
-            corrupted(images, kind, 1, data_dir=icy)
-    usable, missing = available_corruptions(icy)
-    assert set(missing) == {"pixelate", "jpeg_compression", "frost"}
-    assert set(usable) | set(missing) == set(CORRUPTIONS)
-    for kind in usable:
-        corrupted(images[:1], kind, 1)
 
 
 # What is refused

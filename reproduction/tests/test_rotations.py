@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from posthoc.errors import DataError, OptionError
-from reproduction.data import rotations
-from reproduction.data.rotations import ROTATIONS, rotated
+from reproduction.data import images as image_module
+from reproduction.data.images import ROTATIONS, rotate
 
 
 def some_images(n=5, size=8):
@@ -40,7 +40,7 @@ def test_the_angles_are_the_paper_s():
 @pytest.mark.parametrize("shape", [(8, 8), (5, 9)])
 def test_against_a_computation_pixel_by_pixel(degrees, shape):
     images = torch.rand(2, 3, *shape, dtype=torch.float64)
-    result = rotated(images, degrees)
+    result = rotate(images, degrees)
     for n, colour in ((0, 0), (1, 2)):
         torch.testing.assert_close(result[n, colour], directly(images[n, colour], degrees))
 
@@ -48,16 +48,16 @@ def test_against_a_computation_pixel_by_pixel(degrees, shape):
 @pytest.mark.parametrize("quarters", [1, 2, 3, -1])
 def test_quarter_turns_are_counter_clockwise_and_lose_nothing(quarters):
     images = some_images()
-    assert torch.equal(rotated(images, 90.0 * quarters), torch.rot90(images, quarters, (2, 3)))
+    assert torch.equal(rotate(images, 90.0 * quarters), torch.rot90(images, quarters, (2, 3)))
     real = images / 255.0
-    torch.testing.assert_close(rotated(real, 90.0 * quarters), torch.rot90(real, quarters, (2, 3)))
+    torch.testing.assert_close(rotate(real, 90.0 * quarters), torch.rot90(real, quarters, (2, 3)))
 
 
 @pytest.mark.parametrize("degrees", [0, 360, -720.0])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64])
 def test_nothing_changes_without_a_turn(degrees, dtype):
     images = (some_images() / 255.0).to(dtype) if dtype.is_floating_point else some_images()
-    result = rotated(images, degrees)
+    result = rotate(images, degrees)
     assert torch.equal(result, images)
     assert result.dtype == dtype
     assert result.data_ptr() != images.data_ptr()
@@ -67,34 +67,34 @@ def test_nothing_changes_without_a_turn(degrees, dtype):
 def test_types_are_kept_and_bytes_rounded(dtype):
     images = some_images()
     exact = torch.stack([directly(images[0, colour], 20) for colour in range(3)])
-    result = rotated(images.to(dtype), 20)[0]
+    result = rotate(images.to(dtype), 20)[0]
     assert result.dtype == dtype
     assert (result.double() - exact).abs().max() < {torch.uint8: 0.501, torch.bfloat16: 0.51}.get(dtype, 0.07)
 
 
 def test_the_corners_become_black():
-    result = rotated(torch.full((1, 3, 16, 16), 255, dtype=torch.uint8), 45)
+    result = rotate(torch.full((1, 3, 16, 16), 255, dtype=torch.uint8), 45)
     assert result[0, :, [0, 0, -1, -1], [0, -1, 0, -1]].max() == 0
     assert result[0, :, 4:12, 4:12].min() == 255
 
 
 def test_chunks_make_no_difference(monkeypatch):
-    together = rotated(some_images(), 70)
-    monkeypatch.setattr(rotations, "CHUNK", 2)
-    assert torch.equal(rotated(some_images(), 70), together)
+    together = rotate(some_images(), 70)
+    monkeypatch.setattr(image_module, "CHUNK", 2)
+    assert torch.equal(rotate(some_images(), 70), together)
 
 
 def test_no_images_are_no_images():
-    assert rotated(torch.empty(0, 3, 8, 8), 30).shape == (0, 3, 8, 8)
+    assert rotate(torch.empty(0, 3, 8, 8), 30).shape == (0, 3, 8, 8)
 
 
 @pytest.mark.parametrize("images", [torch.zeros(3, 8, 8), torch.zeros(1, 3, 8, 8, dtype=torch.int64)])
 def test_what_are_no_images_is_refused(images):
     with pytest.raises(DataError, match=r"as bytes or real numbers, to rotate, got torch\.\w+ of shape"):
-        rotated(images, 10)
+        rotate(images, 10)
 
 
 @pytest.mark.parametrize("degrees", [math.nan, math.inf])
 def test_angles_are_numbers(degrees):
     with pytest.raises(OptionError, match="degrees to be a finite number"):
-        rotated(some_images(), degrees)
+        rotate(some_images(), degrees)
