@@ -59,7 +59,7 @@ def race(form: Any, train: Outputs, test: Outputs, rounds: int) -> dict[str, Any
 
 
 def ours(form: Any, train: Outputs, test: Outputs) -> Tensor:
-    return Laplace(None, "classification", curvature=form, progress=False).fit(train).predict(test).probs
+    return Laplace(None, "classification", curvature=form).fit(train).predict(test).probs
 
 
 def theirs(form: Any, network: nn.Module, train: Outputs, test: Outputs) -> Tensor:

@@ -307,21 +307,21 @@ def test_every_vector_comes_back_to_its_place(tmp_path: Path) -> None:
 
 OTHER_OPTIONS: dict[str, tuple[str, Any]] = {
     # the option, and another value of it
-    "options.lr": ("lr", 0.03),
-    "options.steps": ("steps", STEPS + 1),
-    "options.batch_size": ("batch_size", 9),
-    "options.seed": ("seed", 1),
-    "options.eval_every": ("eval_every", 6),
-    "options.patience": ("patience", 3),
-    "options.num_inducing": ("num_inducing", 5),
-    "options.variance": ("variance", "shared"),
-    "options.output_rank": ("output_rank", 1),
-    "options.kl": ("kl", "once"),
-    "options.standardize": ("standardize", False),
-    "options.inducing": ("inducing", "random"),
-    "options.inducing_classes": ("inducing_classes", [0, 1, 2, 0]),
-    "options.kernel.type": ("kernel", RBF() + RBF()),
-    "options.kernel_start.log_amplitude": ("kernel", RBF(amplitude=2.0)),
+    "config.lr": ("lr", 0.03),
+    "config.steps": ("steps", STEPS + 1),
+    "config.batch_size": ("batch_size", 9),
+    "config.seed": ("seed", 1),
+    "config.eval_every": ("eval_every", 6),
+    "config.patience": ("patience", 3),
+    "config.num_inducing": ("num_inducing", 5),
+    "config.variance": ("variance", "shared"),
+    "config.output_rank": ("output_rank", 1),
+    "config.kl": ("kl", "once"),
+    "config.standardize": ("standardize", False),
+    "config.inducing": ("inducing", "random"),
+    "config.inducing_classes": ("inducing_classes", [0, 1, 2, 0]),
+    "config.kernel.type": ("kernel", RBF() + RBF()),
+    "config.kernel_start.log_amplitude": ("kernel", RBF(amplitude=2.0)),
 }
 
 
@@ -347,7 +347,7 @@ def test_a_checkpoint_of_other_options_is_refused_before_the_work(
 
 def test_a_checkpoint_of_another_divergence_is_refused(tmp_path: Path) -> None:
     interrupted(tmp_path, "regression", after=5)
-    with pytest.raises(FileError, match=r"options\.alpha: 0\.5 now, 1\.0 there"):
+    with pytest.raises(FileError, match=r"config\.alpha: 0\.5 now, 1\.0 there"):
         fit("regression", {"alpha": 0.5}, checkpoint=tmp_path, resume=True)
 
 
@@ -364,7 +364,7 @@ def test_a_checkpoint_of_another_kernel_is_refused(name: str, begun: Path) -> No
 
 
 def test_all_differences_are_named(begun: Path) -> None:
-    with pytest.raises(FileError, match=re.escape("(options.lr: 0.03 now, 0.02 there; options.seed: 7 now, 0 there)")):
+    with pytest.raises(FileError, match=re.escape("(config.lr: 0.03 now, 0.01 there; config.seed: 7 now, 0 there)")):
         fit(options={"lr": 0.03, "seed": 7}, checkpoint=begun, resume=True)
 
 
@@ -605,7 +605,7 @@ def test_command_goes_on_after_it_was_killed(
     assert run_command(monkeypatch, *again) == 1
     assert "go on from there with --resume" in capsys.readouterr().err
     assert run_command(monkeypatch, *again, "--resume", "--seed", 3) == 1
-    assert "options.seed: 3 now, 0 there" in capsys.readouterr().err
+    assert "config.seed: 3 now, 0 there" in capsys.readouterr().err
     assert not out.exists()
     assert run_command(monkeypatch, *again, "--resume") == 0
     expected = tmp_path / "expected.safetensors"

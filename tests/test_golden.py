@@ -299,9 +299,9 @@ CASES: dict[str, Case] = {
     "laplace_regression": Case(regression, plain(Laplace, "regression")),
     "laplace_classes_kron": Case(classes, plain(Laplace, "classification"), None, with_covariance),
     "laplace_classes_full_val": Case(
-        classes, plain(Laplace, "classification", curvature="full", prior="val", val=True)
+        classes, plain(Laplace, "classification", curvature="full", prior_precision="val", val=True)
     ),
-    "laplace_classes_diag": Case(classes, plain(Laplace, "classification", curvature="diag", prior=2.0)),
+    "laplace_classes_diag": Case(classes, plain(Laplace, "classification", curvature="diag", prior_precision=2.0)),
     "ella_classes": Case(
         of(classes, rows=150), lambda data: ELLA(data.network, "classification").fit(pair(data)), None, of_inputs
     ),

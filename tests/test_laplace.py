@@ -76,7 +76,7 @@ def dense_hessian(data, form, noise=1.0):
 def test_the_posterior_is_the_inverse_of_the_dense_matrix():
     for form in FORMS:
         _, _, _, data = case("classification")
-        method = Laplace(None, "classification", curvature=form, prior=0.7).fit(data)
+        method = Laplace(None, "classification", curvature=form, prior_precision=0.7).fit(data)
         pred = method.predict(data, covariance=True)
         sigma = torch.linalg.inv(dense_hessian(data, form) + 0.7 * torch.eye(18, dtype=DOUBLE))
         j = jacobians(data.features, 3)
@@ -143,7 +143,7 @@ def test_it_is_fmgp_with_a_linear_kernel_at_the_data():
     """notation.md's equivalence: kernel (ψᵀψ' + 1)/δ, Z = X and L = I/σ."""
     _, _, _, data = case("regression", width=1, n=30)
     _, _, _, new = case("regression", width=1, n=10, seed=5)
-    method = Laplace(None, "regression", curvature="full", prior=2.5).fit(data)
+    method = Laplace(None, "regression", curvature="full", prior_precision=2.5).fit(data)
     pred = method.predict(new)
     kernel = Linear(variance=0.4) + Constant(variance=0.4)
     x, t = {"features": data.features}, {"features": new.features}
@@ -190,11 +190,11 @@ def test_validation_data_choose_what_is_best_on_them(task):
     _, _, _, data = case(task, n=8)
     _, _, _, val = case(task, n=4000, seed=9)
     given, g = 3.0, torch.Generator().manual_seed(0)
-    truth = Laplace(None, task, curvature="full", prior=given).fit(data).predict(val, covariance=True)
+    truth = Laplace(None, task, curvature="full", prior_precision=given).fit(data).predict(val, covariance=True)
     drawn = (truth.latent if task == "classification" else truth).sample(1, g)[0]
     y = torch.multinomial(drawn.softmax(-1), 1, generator=g).squeeze(-1) if task == "classification" else drawn
     val = val.with_targets(y)
-    method = Laplace(None, task, curvature="full", prior="val").fit(data, val=val)
+    method = Laplace(None, task, curvature="full", prior_precision="val").fit(data, val=val)
     if task == "regression":  # logit scaling is an approximation, whose best precision is another
         assert method.prior_precision == pytest.approx(given, rel=0.5)
 
@@ -210,7 +210,7 @@ def test_validation_data_choose_what_is_best_on_them(task):
             assert loss() > best + 1e-7
             value.data -= step
     with pytest.raises(OptionError, match="val"):
-        Laplace(None, task, prior="val").fit(data)
+        Laplace(None, task, prior_precision="val").fit(data)
 
 
 def test_rows_that_stand_for_several_points_count_as_several():
@@ -229,9 +229,13 @@ def test_rows_that_stand_for_several_points_count_as_several():
 def test_a_temperature_of_the_likelihood_divides_the_logits():
     """softmax(f/τ) of logits f is softmax of logits f/τ."""
     _, _, _, data = case("classification")
-    warm = Laplace(None, Categorical(temperature=2.0, prediction="pairwise"), prior=0.5).fit(data).predict(data)
+    warm = (
+        Laplace(None, Categorical(temperature=2.0, prediction="pairwise"), prior_precision=0.5).fit(data).predict(data)
+    )
     half = Outputs(data.outputs / 2, data.targets, data.features)
-    cool = Laplace(None, Categorical(temperature=1.0, prediction="pairwise"), prior=2.0).fit(half).predict(half)
+    cool = (
+        Laplace(None, Categorical(temperature=1.0, prediction="pairwise"), prior_precision=2.0).fit(half).predict(half)
+    )
     torch.testing.assert_close(warm.probs, cool.probs)
     torch.testing.assert_close(warm.latent.variance, 4 * cool.latent.variance)
     assert warm.keeps_argmax
@@ -344,7 +348,7 @@ def test_bad_data_is_refused():
 
 
 @pytest.mark.parametrize(
-    "options", [{"curvature": "block"}, {"prior": "best"}, {"prior": 0.0}, {"prior": math.inf}, {"prior": True}]
+    "options", [{"curvature": "block"}, *({"prior_precision": wrong} for wrong in ("best", 0.0, math.inf, True))]
 )
 def test_bad_options_are_refused(options):
     with pytest.raises(OptionError):
@@ -392,7 +396,7 @@ said = features @ torch.randn({features}, {classes}, generator=g) * 0.05
 data = Outputs(said, torch.randint({classes}, (1000,), generator=g), features)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 import warnings; warnings.simplefilter("ignore")
-pred = Laplace(None, "classification", curvature="{form}", prior=1.0).fit(data).predict(data)
+pred = Laplace(None, "classification", curvature="{form}", prior_precision=1.0).fit(data).predict(data)
 assert pred.probs.isfinite().all() and len(pred) == 1000
 print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
@@ -471,7 +475,7 @@ def test_a_layer_without_a_bias_equals_laplace_torch(theirs):
     model, x, y, _ = case("classification", bias=False)
     for form in FORMS:
         la = theirs(model, x, y, form, "classification", prior_precision=0.8)
-        pred = Laplace(model, "classification", curvature=form, prior=0.8).fit((x, y)).predict(x)
+        pred = Laplace(model, "classification", curvature=form, prior_precision=0.8).fit((x, y)).predict(x)
         torch.testing.assert_close(pred.probs, la(x, pred_type="glm", link_approx="probit"), rtol=1e-5, atol=1e-6)
 
 

@@ -136,29 +136,29 @@ def places(config: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 
 CHANGES: list[tuple[str, tuple[Any, ...], Any, str]] = [
-    ("regression", ("options",), "a", "options 'a', not of type dict"),
-    ("regression", ("options", "head", "kernel"), "rbf", "a head with the kernel rbf, fitted for"),
-    ("regression", ("options", "head", "spaces"), "a", "spaces 'a', not of type dict"),
-    ("regression", ("options", "head", "spaces"), {}, "Expected"),
-    ("regression", ("options", "head", "spaces", "features"), 10**12, r"Expected tensors process\.z\.features"),
-    ("regression", ("options", "head", "num_inducing"), 10**12, r"Expected tensors process\.l_raw"),
-    ("regression", ("options", "head", "num_inducing"), True, "num_inducing True, not of type int"),
-    ("regression", ("options", "head", "normals"), -1, r"Expected tensors likelihood\.weights"),
-    ("regression", ("options", "head", "normals"), 10**12, r"Expected tensors likelihood\.weights"),
-    ("regression", ("options", "inducing"), 3, "inducing 3, not of type str"),
+    ("regression", ("config",), "a", "config 'a', not of type dict"),
+    ("regression", ("config", "head", "kernel"), "rbf", "a head with the kernel rbf, fitted for"),
+    ("regression", ("config", "head", "spaces"), "a", "spaces 'a', not of type dict"),
+    ("regression", ("config", "head", "spaces"), {}, "Expected"),
+    ("regression", ("config", "head", "spaces", "features"), 10**12, r"Expected tensors process\.z\.features"),
+    ("regression", ("config", "head", "num_inducing"), 10**12, r"Expected tensors process\.l_raw"),
+    ("regression", ("config", "head", "num_inducing"), True, "num_inducing True, not of type int"),
+    ("regression", ("config", "head", "normals"), -1, r"Expected tensors likelihood\.weights"),
+    ("regression", ("config", "head", "normals"), 10**12, r"Expected tensors likelihood\.weights"),
+    ("regression", ("config", "inducing"), 3, "inducing 3, not of type str"),
     ("regression", ("network",), 5, r"network 5, not of type dict \| None"),
     ("regression", ("method",), ["fmgp"], "not of type str"),
-    ("regression", ("width",), ["a"], r"outputs of width \['a'\]"),
-    ("regression", ("width",), [5], r"1 outputs, in rows of shape \(5,\)"),
-    ("regression", ("width",), [10**12], "1 outputs, in rows of shape"),
-    ("regression", ("outputs_are",), "zzz", "outputs that are 'zzz'"),
+    ("regression", ("shapes", "outputs"), ["a"], r"outputs of width \['a'\]"),
+    ("regression", ("shapes", "outputs"), [5], r"1 outputs, in rows of shape \(5,\)"),
+    ("regression", ("shapes", "outputs"), [10**12], "1 outputs, in rows of shape"),
+    ("regression", ("config", "outputs_are"), "zzz", "outputs that are 'zzz'"),
     ("regression", ("likelihood", "noise"), 3, "Expected noise to be one of"),
-    ("separable", ("options", "head", "ood"), [10**12, 2, 0.1], r"Expected tensors ood\.basis"),
-    ("separable", ("options", "head", "ood", 2), "a", "could not convert string to float"),
-    ("separable", ("options", "head", "rank"), 10**12, r"Expected tensors process\.coupling\.factor"),
-    ("separable", ("options", "head", "num_outputs"), 10**12, r"Expected tensors process\.coupling\.factor"),
-    ("temperature scaling", ("width",), [10**12], "3 outputs, in rows of shape"),
-    ("temperature scaling", ("width",), [], r"3 outputs, in rows of shape \(\)"),
+    ("separable", ("config", "head", "ood"), [10**12, 2, 0.1], r"Expected tensors ood\.basis"),
+    ("separable", ("config", "head", "ood", 2), "a", "could not convert string to float"),
+    ("separable", ("config", "head", "rank"), 10**12, r"Expected tensors process\.coupling\.factor"),
+    ("separable", ("config", "head", "num_outputs"), 10**12, r"Expected tensors process\.coupling\.factor"),
+    ("temperature scaling", ("shapes", "outputs"), [10**12], "3 outputs, in rows of shape"),
+    ("temperature scaling", ("shapes", "outputs"), [], r"3 outputs, in rows of shape \(\)"),
 ]
 
 
@@ -222,7 +222,7 @@ def test_inducing_points_of_no_output_are_refused(owner: int, at: int, heads: di
 
 def test_options_that_no_fit_has_say_which_file_they_are_from(heads: dict[str, Any], tmp_path: Path) -> None:
     tensors, config = heads["regression"]
-    rewrite(tmp_path / "head", tensors, edited(config, ("options", "alpha"), 5.0))
+    rewrite(tmp_path / "head", tensors, edited(config, ("config", "alpha"), 5.0))
     with pytest.raises(OptionError, match="Expected alpha from 0") as caught:
         load(tmp_path / "head")
     assert caught.value.__notes__ == [f"This was while loading {tmp_path / 'head'}."]
@@ -232,9 +232,11 @@ def test_other_methods_refuse_what_was_changed_too(tmp_path: Path) -> None:
     path = tmp_path / "head"
     Temperature(None, "classification").fit(classes(wrong=False)).save(path)
     tensors, config = contents(path)
-    rewrite(path, {**tensors, "log_temperature": tensors["log_temperature"].float()}, config)
-    with pytest.raises(FileError, match=r"log_temperature \(\) of float64.*; found log_temperature \(\) of float32"):
+    rewrite(path, {**tensors, "likelihood.log_temperature": tensors["likelihood.log_temperature"].float()}, config)
+    with pytest.raises(
+        FileError, match=r"log_temperature \(\) of float64.*; found likelihood.log_temperature \(\) of float32"
+    ):
         load(path)
-    rewrite(path, tensors, {**config, "width": []})
+    rewrite(path, tensors, edited(config, ("shapes", "outputs"), []))
     with pytest.raises(FileError, match="at least 2 classes"):
         load(path)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from posthoc import FMGP, Outputs
-from posthoc.base import AT_ONCE
+from posthoc.base import MOST_OUTPUTS
 from posthoc.collect import open_outputs
 from posthoc.collect.data_warnings import ROWS
 from posthoc.collect.folder import ArraySpec, Manifest, array_path
@@ -110,7 +110,7 @@ def test_no_prediction_makes_a_tensor_of_rows_x_inducing_points_x_classes(form: 
     with Largest() as seen:
         rows = sum(map(len, method.stream(outputs)))
     assert rows == 2500
-    assert seen.numbers <= AT_ONCE, seen.shape  # a part at a time, however many rows there are
+    assert seen.numbers <= MOST_OUTPUTS, seen.shape  # a part at a time, however many rows there are
 
 
 def test_the_dense_form_would_be_noticed() -> None:
@@ -229,6 +229,7 @@ def rows_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.filterwarnings("ignore:Expected labels of at least two classes")
 @pytest.mark.parametrize("rows", [10_000, 10_000_000])
 def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(
     rows: int, tmp_path: Path, rows_read: dict[str, int]
@@ -248,6 +249,7 @@ def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(
     assert seen.numbers <= max(TYPICAL_ROWS * WIDTH, 1000 * 1000), seen.shape  # or the pairs of the kernel's sample
 
 
+@pytest.mark.filterwarnings("ignore:Expected labels of at least two classes")
 def test_the_form_of_the_variance_is_chosen_from_some_of_very_many_rows(
     tmp_path: Path, rows_read: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,8 +43,16 @@ def test_registry_knows_methods_by_their_names():
 
 
 def test_head_of_a_method_nobody_knows_is_refused(tmp_path):
-    config = {"options": {}, "likelihood": {}, "layer": None, "outputs_are": "logits", "width": [2], "network": None}
-    write_head(tmp_path / "head", {"a": torch.zeros(1)}, {**config, "method": "from_the_future"})
+    header = {
+        "config": {},
+        "likelihood": {},
+        "shapes": {},
+        "rounding": None,
+        "network": None,
+        "columns": None,
+        "classes": None,
+    }
+    write_head(tmp_path / "head", {"a": torch.zeros(1)}, {**header, "method": "from_the_future"})
     with pytest.raises(FileError, match="found one of 'from_the_future'"):
         load(tmp_path / "head")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import stat
@@ -32,6 +33,7 @@ from posthoc import (
     Outputs,
     White,
 )
+from posthoc.io import head_sha256
 from tests.cases import QUICK, N, answers, inputs, labels, mlp, numbers, recorded, same, values
 
 CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {  # outputs, likelihood, options
@@ -78,8 +80,9 @@ def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return tensors, json.loads(file.metadata()["posthoc"])
 
 
-def rewrite(path: Path, tensors: dict[str, Tensor], config: Any) -> None:
-    save_file(tensors, path, {"posthoc": json.dumps(config)})
+def rewrite(path: Path, tensors: dict[str, Tensor], header: Any) -> None:
+    """Writes a file that was changed on purpose, with the hash of what it is now."""
+    save_file(tensors, path, {"posthoc": json.dumps({**header, "sha256": head_sha256(tensors, header)})})
 
 
 # The round trip.
@@ -127,18 +130,8 @@ def test_file_holds_neither_paths_nor_times(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "later.safetensors").read_bytes() == data
     for private in (str(tmp_path), str(Path.home()), str(Path(__file__).parent), os.uname().nodename):
         assert private.encode() not in data
-    assert sorted(contents(path)[1]) == [
-        "format",
-        "layer",
-        "likelihood",
-        "method",
-        "network",
-        "options",
-        "outputs_are",
-        "rounding",
-        "version",
-        "width",
-    ]
+    parts = "classes columns config format likelihood method network rounding sha256 shapes version"
+    assert sorted(contents(path)[1]) == parts.split()
 
 
 def test_file_does_not_hold_the_network(tmp_path: Path) -> None:
@@ -314,13 +307,39 @@ def test_nothing_is_unpickled(how: str, tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("version", [0, 2, None, "1"])
+@pytest.mark.parametrize("version", [0, 1, 3, None, "2"])
 def test_another_version_is_refused(version: Any, tmp_path: Path) -> None:
     path = saved(tmp_path)
     tensors, config = contents(path)
     rewrite(path, tensors, {**config, "version": version})
-    with pytest.raises(FileError, match=rf"Expected format version 1, found {version} .*posthoc that wrote it"):
+    with pytest.raises(FileError, match=rf"Expected format version 2, found {version} .*posthoc that wrote it"):
         FMGP.load(path)
+
+
+def test_a_head_that_was_changed_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    tensors, header = contents(path)
+    for changed in (
+        ({**tensors, "process.l_raw": 2 * tensors["process.l_raw"]}, header),
+        (tensors, {**header, "classes": []}),
+    ):
+        save_file(changed[0], path, {"posthoc": json.dumps(changed[1])})
+        with pytest.raises(FileError, match=r"SHA-256 \w{12}, found others.*was changed"):
+            FMGP.load(path)
+
+
+def test_parameters_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    path, method = saved(tmp_path), case("regression")[1]
+    tensors, header = contents(path)
+    rewrite(path, {**tensors, "process.l_raw": tensors["process.l_raw"] * math.nan}, header)
+    with pytest.raises(FileError, match=r"finite parameters, found NaN or infinity in process\.l_raw"):
+        FMGP.load(path)
+    assert method.head is not None
+    with torch.no_grad():
+        method.head.process.l_raw.fill_(math.inf)
+    with pytest.raises(FileError, match="finite parameters"):
+        method.save(tmp_path / "another")
+    assert not (tmp_path / "another").exists()
 
 
 def test_another_method_is_refused(tmp_path: Path) -> None:
@@ -353,11 +372,11 @@ def test_tensor_too_many_is_refused(tmp_path: Path) -> None:
         FMGP.load(path, model=mlp())
 
 
-@pytest.mark.parametrize("key", ["options", "likelihood", "width", "network", "layer"])
+@pytest.mark.parametrize("key", ["config", "likelihood", "shapes", "network", "columns", "sha256"])
 def test_config_with_a_part_missing_is_refused(key: str, tmp_path: Path) -> None:
     path = saved(tmp_path)
     tensors, config = contents(path)
-    rewrite(path, tensors, {k: v for k, v in config.items() if k != key})
+    save_file(tensors, path, {"posthoc": json.dumps({k: v for k, v in config.items() if k != key})})
     with pytest.raises(FileError, match=f"Expected.*{key}"):
         FMGP.load(path, model=mlp())
 
@@ -365,11 +384,11 @@ def test_config_with_a_part_missing_is_refused(key: str, tmp_path: Path) -> None
 def test_kernel_that_this_version_does_not_know_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     tensors, config = contents(path)
-    config["options"]["head"]["kernel"] = {"type": "periodic", "on": "features"}
+    config["config"]["head"]["kernel"] = {"type": "periodic", "on": "features"}
     rewrite(path, tensors, config)
     with pytest.raises(FileError, match=r"kernel .*'periodic'.*fitted for .*'rbf'"):
         FMGP.load(path, model=mlp())
-    config["options"]["kernel"] = {"type": "periodic", "on": None}
+    config["config"]["kernel"] = {"type": "periodic", "on": None}
     rewrite(path, tensors, config)
     with pytest.raises(FileError, match=r"rbf, matern.*got 'periodic'"):
         FMGP.load(path, model=mlp())

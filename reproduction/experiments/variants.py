@@ -58,7 +58,8 @@ class Variant:
         if "kernel" in options:
             options["kernel"] = kernel_from_spec(options["kernel"])
         likelihood: str | Likelihood = task if self.likelihood is None else Categorical(**self.likelihood)
-        return self.kind(model, likelihood, **options, device=device, seed=seed, progress=False)  # type: ignore[call-arg]
+        common = self.kind.known_options({"device": device, "seed": seed, "progress": False})
+        return self.kind(model, likelihood, **common, **options)
 
     def _options(self, quick: bool) -> dict[str, Any]:
         return {**self.options, **(self.quick if quick else {})}

@@ -1,16 +1,16 @@
-"""What every method shares: `fit`, `predict`, `save` and `load` around a predictor that is only ever read."""
+"""`Method`, what every post-hoc method shares: its constructor, `fit`, `predict`, `save` and `load`."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import copy
 import math
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,103 +19,177 @@ from torch import Tensor, nn
 from posthoc.collect import opened
 from posthoc.collect.arrays import arrays, as_tensor, is_arrays, is_pair
 from posthoc.collect.augmentation import Augmented
-from posthoc.collect.class_scores import KINDS, Rounding, as_logits, find_rounding
+from posthoc.collect.class_scores import Rounding, as_logits, find_rounding
 from posthoc.collect.data_warnings import doubt_logits, doubt_memorised
 from posthoc.collect.fingerprint import mark, refuse_another
 from posthoc.collect.loaders import iterate
 from posthoc.collect.network import Backbone, Reading, settled
 from posthoc.collect.outputs import Outputs, collect, read
-from posthoc.errors import DataError, NotFittedError, OptionError, PosthocWarning
-from posthoc.io import read_head, write_head
+from posthoc.config import FeatureConfig, MethodConfig, ScoreConfig, SeedConfig, TrainingConfig, option
+from posthoc.errors import (
+    DataError,
+    FileError,
+    LayerError,
+    MissingExtraError,
+    NotFittedError,
+    OptionError,
+    PosthocError,
+    PosthocWarning,
+)
+from posthoc.io import check_tensors, head_sha256, read_head, write_head
 from posthoc.likelihoods.base import Likelihood, make_likelihood
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.conformal import Conformal, Score
-from posthoc.saved import Saved
 from posthoc.training import Checkpoint
-from posthoc.validation import choice, integer, known_device
+from posthoc.validation import integer, known_device
 
-__all__ = ["Job", "Method", "first_values"]
+__all__ = [
+    "FeatureConfig",
+    "Fitted",
+    "Job",
+    "Method",
+    "MethodConfig",
+    "ScoreConfig",
+    "SeedConfig",
+    "TrainingConfig",
+    "first_values",
+    "option",
+]
 
 CHUNK = 1024
-"""Rows predicted at a time, and rows of a dataset run at a time,"""
-AT_ONCE = 2**21
-"""but no more than so many outputs at a time: 16 MB for each tensor of their size."""
+"""The largest number of rows that are predicted at a time, or that the network is run on at a time."""
+MOST_OUTPUTS = 2**21
+"""The largest number of outputs that are predicted at a time: 16 MB for each tensor of their size."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What there is to fit."""
+    """The data of one fit."""
 
     train: Outputs
     val: Outputs | None
     num_data: int
-    """How many points `train` stands for."""
+    """The number of points that `train` stands for."""
     data: Any
     """What `train` was collected from."""
     checkpoint: Checkpoint | None
     val_data: Any = None
     """What `val` was collected from."""
 
+    @property
+    def targets(self) -> Tensor:
+        """The targets of `train`."""
+        return targets_of(self.train)
+
     def part(self, rows: Outputs) -> Job:
-        """The job of fitting to some of its rows, which stand for as large a share of the points."""
+        """The job of fitting to some of the rows, which stand for as large a share of the points."""
         num_data = max(1, round(self.num_data * len(rows) / len(self.train)))
         return replace(self, train=rows, num_data=num_data, data=rows, checkpoint=None)
 
 
-class Method(ABC):
-    """A post-hoc method: give it a trained predictor (or none, and its outputs), fit, predict.
+class Fitted(nn.Module):
+    """What a fit has learned: modules, parameters and buffers, one of them the likelihood.
 
-    A subclass fits from `Outputs` (`_fit`), predicts from them (`_predictor`) and says what it holds (`_tensors`,
-    `_options`) and how to be built from that (`_rebuild`).
+    Args:
+        likelihood: The fitted likelihood.
+    """
+
+    def __init__(self, likelihood: Likelihood) -> None:
+        super().__init__()
+        self.likelihood = likelihood
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return next((t.device for t in self.state_dict().values()), torch.device("cpu"))
+
+    def shapes(self) -> dict[str, Any]:
+        """JSON from which `Method._blank` builds an object with tensors of the same shapes."""
+        return {}
+
+
+class Method(ABC):
+    """A post-hoc method: it adds uncertainty to the outputs of a trained network.
+
+    A subclass declares its options in a `MethodConfig` and implements `_fit`, `_predictor`, `_needs` and `_blank`.
+
+    Args:
+        model: A trained `nn.Module`, a callable that returns a tensor, or None to work from `Outputs`.
+        likelihood: "regression", "classification" or a likelihood object; may be left out where the method has
+            one task only.
+        **options: The fields of the method's config (`Method.Config`).
     """
 
     name: ClassVar[str]
+    Config: ClassVar[type[MethodConfig]] = MethodConfig
     tasks: ClassVar[tuple[str, ...]] = ("regression", "classification")
     black_box: ClassVar[bool] = True
-    """Whether outputs are all it needs (else it must have the network)."""
+    """Whether the method needs nothing but outputs (else it needs the network)."""
     fixed_mean: ClassVar[bool] = True
-    """Whether `mean` is the network's own output."""
+    """Whether the mean of a prediction is the network's own output."""
     wants_unseen: ClassVar[bool] = False
-    """Whether it learns from the network's errors, which must then be those on new data."""
-    load_options: ClassVar[tuple[str, ...]] = ()
-    """What `load` takes beside the network and the device."""
+    """Whether the method learns from the network's errors, which must then be those on new data."""
+    needs_classes: ClassVar[bool] = False
+    """Whether labels of one class alone are an error (else a warning)."""
+    trains: ClassVar[bool] = False
+    """Whether a fit takes steps, between which it can write checkpoints."""
     rows_alone: ClassVar[bool] = True
-    """Whether the prediction for a row is the same whatever rows are beside it."""
+    """Whether the prediction for a row does not depend on the other rows."""
 
-    def __init__(
-        self,
-        model: nn.Module | Callable[..., Any] | None,
-        likelihood: str | Likelihood,
-        *,
-        layer: str | None = None,
-        outputs_are: str = "logits",
-        device: str | torch.device | None = None,
-    ) -> None:
-        self._likelihood = make_likelihood(likelihood)
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        cls.__signature__ = cls.Config.signature()  # type: ignore[attr-defined]
+
+    def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
+        self.config = self.Config.build(self.name, options)
+        only = self.tasks[0] if len(self.tasks) == 1 else None
+        self._likelihood = self._suited(likelihood if likelihood is not None else only)
         if self._likelihood.task not in self.tasks:
             raise OptionError(f"{self.name} is for {' and '.join(self.tasks)}, not for {self._likelihood.task}.")
-        choice("outputs_are", outputs_are, KINDS)
-        self.outputs_are = outputs_are
-        self.device = known_device(device)
-        self.layer = layer
-        self.backbone = Backbone(model, layer, self.device) if model is not None else None
-        self._width: tuple[int, ...] | None = None  # of one row of outputs, once fitted
-        self._network: dict[str, Any] | None = None  # what it is known by, once fitted on
-        self._rounding: Rounding | None = None  # of the probabilities it was fitted on
+        self.device = known_device(self.config.device)
+        self.layer: str | None = getattr(self.config, "layer", None)
+        self.outputs_are: str = getattr(self.config, "outputs_are", "logits")
+        if model is not None and not callable(model) and hasattr(model, "predict_proba"):
+            raise OptionError(
+                f"Expected a model that can be called, got a {type(model).__name__}: give its method, "
+                f'{type(self).__name__}(model.predict_proba, "classification", outputs_are="probs").'
+            )
+        self.backbone = Backbone(model, self.layer, self.device) if model is not None else None
+        self._fitted: Fitted | None = None
+        self._width: tuple[int, ...] | None = None  # the shape of one row of outputs
+        self._network: dict[str, Any] | None = None  # the fingerprint of the network
+        self._rounding: Rounding | None = None  # of the probabilities of the fit
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._likelihood.task}, {'fitted' if self.fitted else 'not fitted'})"
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood: fitted, once there is a fit."""
-        return self._likelihood
+        """The likelihood; after a fit, the fitted one."""
+        return self._fitted.likelihood if self._fitted is not None else self._likelihood
 
     @property
     def fitted(self) -> bool:
-        """Whether there is anything to predict with."""
+        """Whether the method can predict."""
         return self._width is not None
+
+    @classmethod
+    def known_options(cls, common: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that this method takes, among those that are common to several methods.
+
+        `outputs_are` other than "logits" is kept even so: a method that cannot use probabilities must refuse it.
+        """
+        taken = cls.Config.names()
+        return {k: v for k, v in common.items() if k in taken or (k == "outputs_are" and v != "logits")}
+
+    def _suited(self, likelihood: Any) -> Likelihood:
+        """The likelihood in the form that this method uses."""
+        return make_likelihood(likelihood)
 
     def fit(
         self,
         data: Any,
+        targets: Any = None,
         *,
         val: Any = None,
         num_data: int | None = None,
@@ -124,16 +198,29 @@ class Method(ABC):
         checkpoint_every: int = 200,
         resume: bool = False,
     ) -> Self:
-        """Fits on data the network has not memorised: a DataLoader or dataset of (x, y) or mappings, a pair of arrays
-        (or tables, or lists of numbers), `Outputs`, or the path of a file of them. `val` is for early stopping;
-        `num_data` is the number of points that `data` stands for, if not its own. Where there are only the images that
-        the network was trained on, `augment="crops"` shows it parts of them, and a function of a batch of images
-        whatever it makes of them. `checkpoint` names a folder where the state is written every `checkpoint_every`
-        steps; with `resume` a fit that was killed goes on from there to exactly the numbers it would have had."""
+        """Fits on data that the network has not memorised.
+
+        Args:
+            data: Inputs (with `targets`), a pair (x, y), a DataLoader or dataset of them, `Outputs`, or the path of a
+                file of outputs.
+            targets: The targets, one for each row of `data`, where `data` are inputs alone.
+            val: More data, to stop early by and to choose options by.
+            num_data: The number of points that `data` stands for. By default their own number.
+            augment: "crops", or a function of a batch of images, where there are only the images that the network was
+                trained on.
+            checkpoint: A folder for the state of a fit that takes steps.
+            checkpoint_every: Steps between two checkpoints.
+            resume: Whether to continue from the checkpoint, to exactly the numbers of a fit that was not interrupted.
+
+        Returns:
+            The method itself.
+        """
         num_data = integer("num_data", num_data, 1) if num_data is not None else None
         if resume and checkpoint is None:
             raise OptionError("resume=True goes on from a checkpoint: name its folder with checkpoint=....")
-        data, val = arrays(opened(data)), arrays(opened(val))
+        if checkpoint is not None and not self.trains:
+            raise OptionError(f"{self.name} is not fitted in steps and keeps no checkpoints: leave checkpoint out.")
+        data, val = arrays(opened(with_targets(data, targets))), arrays(opened(val))
         if augment is not None:
             data = Augmented(data, augment)
         self._check_data(data)
@@ -155,38 +242,57 @@ class Method(ABC):
         held_out = self._outputs(val, targets=True) if val is not None else None
         if held_out is not None:
             self._check_width(held_out, tuple(train.outputs.shape[1:]))
-        if train.outputs.dtype in (torch.float16, torch.bfloat16):
-            warnings.warn(
-                f"The outputs are {train.outputs.dtype}: means stay as they are, the uncertainty is computed in "
-                "float64 and returned in float32.",
-                PosthocWarning,
-                stacklevel=3,
-            )
-        if self.wants_unseen:
-            doubt_memorised(train, held_out, self._likelihood.task)
+        self._warn_of(train, held_out)
         network = mark(self.backbone.module) if self.backbone else None
         if checkpoint is not None:
             checkpoint.of(
                 {
-                    "method": self.name,
-                    "options": self._recipe(),
-                    "likelihood": {**self._likelihood.spec(), "start": first_values(self._likelihood)},
+                    **self._identity(),
+                    "start": first_values(self._likelihood),
                     "data": train.digest(),
                     "val": held_out.digest() if held_out is not None else None,
                     "num_data": num_data or len(train),
                     "network": network["fingerprint"] if network is not None else None,
                 }
             )
-        self._fit(Job(train, held_out, num_data or len(train), data, checkpoint, val))
+        fitted = self._fit(Job(train, held_out, num_data or len(train), data, checkpoint, val))
+        self._fitted = fitted if fitted is not None else self._fitted
         self._width, self._network = tuple(train.outputs.shape[1:]), network
         return self
 
+    def _warn_of(self, train: Outputs, val: Outputs | None) -> None:
+        """Warns of data that the fit can use but should not, and refuses data of one class where it cannot."""
+        if train.outputs.dtype in (torch.float16, torch.bfloat16):
+            warnings.warn(
+                f"The outputs are {train.outputs.dtype}: means stay as they are, the uncertainty is computed in "
+                "float64 and returned in float32.",
+                PosthocWarning,
+                stacklevel=4,
+            )
+        targets = targets_of(train)
+        one_class = self._likelihood.task == "classification" and int(targets.min()) == int(targets.max())
+        if one_class and (len(train) > 1 or self.needs_classes):
+            found = f"Expected labels of at least two classes, got class {int(targets[0])} in all {len(train)} rows"
+            if self.needs_classes:
+                raise DataError(f"{found}: such data say nothing about what separates classes.")
+            warnings.warn(f"{found}: the fit is of no use for the other classes.", PosthocWarning, stacklevel=4)
+        if self.wants_unseen:
+            doubt_memorised(train, val, self._likelihood.task)
+
     def predict(self, data: Any, *, covariance: bool = False) -> Predictive:
-        """The predictive distribution of a batch (a tensor, an array or a mapping, run as one), of the batches of a
-        loader (streamed), of `Outputs`, or of a file of them. `covariance=True` adds the covariance across outputs."""
-        # Closed whatever happens: a suspended stream would keep the network in eval mode.
-        with closing(self.stream(data, covariance=covariance)) as stream:
-            parts = list(stream)
+        """The predictive distribution of each row.
+
+        Args:
+            data: One batch of inputs (a tensor, an array or a mapping), a loader, `Outputs`, or the path of a file of
+                outputs.
+            covariance: Whether to compute the covariance across outputs.
+
+        Returns:
+            Predictions for all rows.
+        """
+        # Closed whatever happens: a suspended generator would keep the network in eval mode.
+        with closing(self._predictions(data, covariance=covariance)) as predictions:
+            parts = [predictive for predictive, _ in predictions]
         if not parts:
             raise DataError("Expected at least one data point to predict, got none: the loader is empty.")
         return type(parts[0]).cat(parts)
@@ -198,127 +304,156 @@ class Method(ABC):
                 yield predictive
 
     def stream_with_targets(self, data: Any) -> Generator[tuple[Predictive, Tensor]]:
-        """As `stream`, but of data as `fit` takes them, and with what was true of each row."""
+        """As `stream`, of data as `fit` takes them, with the targets of each part."""
         with closing(self._predictions(data, targets=True)) as predictions:
             for predictive, part in predictions:
-                assert part.targets is not None
-                yield predictive, part.targets
+                yield predictive, targets_of(part)
 
     @torch.no_grad()
     def _predictions(
         self, data: Any, *, covariance: bool = False, targets: bool = False
     ) -> Generator[tuple[Predictive, Outputs]]:
+        """Predictions, and the rows that they are for."""
         self._require_fitted("predict")
-        predict, size = self._predictor(covariance=covariance), self._rows_at_once()
+        predict, size = self._predictor(self._fitted, covariance=covariance), self._rows_at_once()
         with closing(self._stream(data, targets=targets)) as stream:
             for outputs, settle in stream:
                 for start in range(0, len(outputs), size):
                     part = outputs[start : start + size]
                     predictive = predict(part)
                     if not start:
-                        settle()  # once a GPU has more to do: to look at the network's numbers is to wait for them
+                        settle()  # after the GPU has more work: the values of the outputs must be waited for
+                    require_finite_prediction(predictive)
                     yield predictive, part
 
     def conformal(self, calibration: Any, *, score: str | Score | None = None) -> Conformal:
-        """The same predictions with guaranteed coverage: intervals of a regression, sets of classes. Calibrates on data
-        as `fit` takes them, which neither the network nor this method was fitted on (nor stopped early by), and which
-        are exchangeable with the data to come.
+        """The same predictions with guaranteed coverage: intervals in regression, sets of classes in classification.
 
-        `score` says what the answers are made of. Regression: "per_output" (the default: intervals in proportion to
-        `std`, a guarantee for each output) or "joint" (one for all outputs at once). Classification: "lac" (the
-        default: the smallest sets), "aps" (sets that grow more where the method is unsure), "raps" (the same, less so
-        for many classes), or an `LAC` or `APS` with options of its own."""
+        Args:
+            calibration: Data as `fit` takes them, exchangeable with the data to come. Neither the network nor this
+                method may have been fitted on them.
+            score: Regression: "per_output" (the default, a guarantee for each output) or "joint" (one for all
+                outputs). Classification: "lac" (the default, the smallest sets), "aps" or "raps" (sets that grow with
+                the uncertainty), or an `LAC` or `APS` object.
+        """
         with closing(self.stream_with_targets(calibration)) as parts:
             return Conformal.calibrate(self, parts, score, self._likelihood.task)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the fitted head (not the network) as safetensors, whole or not at all. Inducing points may be rows
-        of your data, or close to them."""
+        """Writes the fitted head (not the network) as safetensors, whole or not at all.
+
+        Inducing points may be rows of your data, or close to them. The file is read back before it takes the place of
+        an older one.
+        """
         self._require_fitted("save")
-        write_head(path, self._tensors(), self._config())
+        write_head(path, self._tensors(), self._header(), check=self._read_back)
 
     def digest(self) -> str:
-        """What tells this fitted head from any other: a hash of what `save` writes."""
+        """The SHA-256 of what `save` writes: it identifies the fitted head."""
         self._require_fitted("digest")
-        hashed = hashlib.sha256(json.dumps(self._config(), sort_keys=True).encode())
-        for name, tensor in sorted(self._tensors().items()):
-            hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            hashed.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return hashed.hexdigest()
-
-    def _config(self) -> dict[str, Any]:
-        return {
-            "method": self.name,
-            "options": self._options(),
-            "likelihood": self._likelihood.spec(),
-            "layer": self.layer,
-            "outputs_are": self.outputs_are,
-            "rounding": self._rounding,
-            "width": self._width,
-            "network": self._network,
-        }
+        return head_sha256(self._tensors(), self._header())
 
     @classmethod
     def load(
         cls,
         path: str | os.PathLike[str],
         *,
-        model: nn.Module | Callable[..., Any] | None = None,
+        model: Any = None,
         device: str | torch.device | None = None,
-        **extra: Any,
+        **given: Any,
     ) -> Self:
-        """A saved head to predict with, and the network it was fitted on (or none: it then predicts from `Outputs`).
-        What only `fit` needs, such as given inducing points, is not in the file."""
-        if unknown := [name for name in extra if name not in cls.load_options]:
-            *others, last = ("model", "device", *cls.load_options)
+        """Loads a saved head.
+
+        Args:
+            path: The file.
+            model: The network that the head was fitted on. Without it the head predicts from `Outputs`.
+            device: Where the head computes.
+            **given: Options that the file does not hold, such as a kernel of GPyTorch.
+        """
+        if unknown := [name for name in given if name not in cls.Config.given_on_load()]:
+            *others, last = ("model", "device", *cls.Config.given_on_load())
             raise OptionError(f"load() takes {', '.join(others)} and {last}, got {', '.join(unknown)}.")
-        with torch.inference_mode(False):  # what is loaded inside it would not be of use outside
-            return cls._opened(Saved(path, *read_head(path, cls.name), model, device, extra))
+        tensors, header = read_head(path, cls.name)
+        return cls._restored(path, tensors, header, model, {"device": device, **given})
 
     @classmethod
-    def _opened(cls, saved: Saved) -> Self:
-        config, model = saved.config, saved.model
-        with saved.rebuilding():
-            refuse_another(config["network"], model if isinstance(model, nn.Module) else None)
-            method = cls._rebuild(saved)
-            method._rounding = Rounding.restore(config["rounding"])
-        method._width = saved.width
-        method._network, method.outputs_are = config["network"], config["outputs_are"]
+    def _restored(
+        cls,
+        path: str | os.PathLike[str],
+        tensors: dict[str, Tensor],
+        header: dict[str, Any],
+        model: Any,
+        given: Mapping[str, Any],
+    ) -> Self:
+        """The method that wrote these contents of a file. Tensors made in inference mode would be of no use later."""
+        with torch.inference_mode(False), reading(path):
+            method = cls(model, make_likelihood(header["likelihood"]), **cls.Config.from_dict(header["config"], given))
+            refuse_another(header["network"], method.backbone.module if method.backbone is not None else None)
+            shapes = sound_shapes(header["shapes"], tensors)
+            method._width, method._network = tuple(shapes["outputs"]), header["network"]
+            method._rounding = Rounding.restore(header["rounding"])
+            fitted = method._blank(shapes["fitted"])
+            check_tensors(path, tensors, fitted.state_dict())
+            fitted.load_state_dict(tensors, strict=True)
+            method._fitted = fitted.to(method._home())
         return method
 
+    def _read_back(self, path: Path) -> None:
+        """Raises if the head in a file cannot be loaded."""
+        tensors, header = read_head(path, self.name)
+        given = {name: getattr(self.config, name) for name in self.Config.given_on_load()}
+        type(self)._restored(path, tensors, {**header, "network": None}, self._model, given)
+
+    @property
+    def _model(self) -> Any:
+        return self.backbone.model if self.backbone is not None else None
+
+    def _identity(self) -> dict[str, Any]:
+        """The method, its options and its likelihood: what decides the numbers of a fit beside the data."""
+        return {"method": self.name, "config": self.config.to_dict(), "likelihood": self._likelihood.spec()}
+
+    def _header(self) -> dict[str, Any]:
+        """What a head file holds beside the tensors, with places for the names of columns and classes."""
+        shapes = {
+            "outputs": list(self._width or ()),
+            "fitted": self._fitted.shapes() if isinstance(self._fitted, Fitted) else {},
+        }
+        found = {"shapes": shapes, "rounding": self._rounding, "network": self._network}
+        return {**self._identity(), **found, "columns": None, "classes": None}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return dict(self._fitted.state_dict()) if self._fitted is not None else {}
+
     def _check_data(self, data: Any) -> None:  # noqa: B027 (most methods take anything)
-        """Refuses, before the predictor is run over them, data that this method cannot be fitted on."""
+        """Refuses data that this method cannot be fitted on, before the network is run over them."""
 
     @abstractmethod
-    def _fit(self, job: Job) -> None:
-        """Fits; leaves everything as it was if it fails."""
-
-    def _recipe(self) -> dict[str, Any]:
-        """The options that decide the numbers of a fit, for a checkpoint to be recognised by."""
-        return {}
+    def _fit(self, job: Job) -> Fitted | None:
+        """The fitted state. A fit that fails leaves the method as it was."""
 
     @abstractmethod
-    def _predictor(self, *, covariance: bool) -> Callable[[Any], Predictive]:
-        """What turns some rows of outputs into predictions, with what it needs made ready once."""
-
-    def _rows_at_once(self) -> int:
-        """How many rows to predict at a time."""
-        assert self._width is not None
-        return max(1, min(CHUNK, AT_ONCE // math.prod(self._width)))
-
-    @abstractmethod
-    def _tensors(self) -> dict[str, Tensor]: ...
-
-    @abstractmethod
-    def _options(self) -> dict[str, Any]: ...
-
-    @classmethod
-    @abstractmethod
-    def _rebuild(cls, saved: Saved) -> Self: ...
+    def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Any], Predictive]:
+        """A function from some rows of outputs to predictions, made once for many parts of the data."""
 
     @abstractmethod
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
-        """Whether it reads the features, and the inputs, in order to fit or once fitted."""
+        """Whether the method reads the features, and the inputs, for a fit or once `fitted`."""
+
+    def _blank(self, shapes: Mapping[str, Any]) -> Fitted:
+        """A fitted state of these shapes, to load tensors into."""
+        return Fitted(self._blank_likelihood())
+
+    def _blank_likelihood(self) -> Likelihood:
+        """A likelihood with parameters of the shapes that it has for outputs of this width."""
+        likelihood = copy.deepcopy(self._likelihood)
+        row = torch.zeros(()).expand(1, *(self._width or ()))
+        likelihood.check_outputs(row)
+        likelihood.start(row, row)
+        return likelihood
+
+    def _rows_at_once(self) -> int:
+        """The number of rows to predict at a time."""
+        return max(1, min(CHUNK, MOST_OUTPUTS // math.prod(self._width or (1,))))
 
     def _require_fitted(self, verb: str) -> None:
         if not self.fitted:
@@ -418,3 +553,149 @@ class Method(ABC):
 def first_values(part: nn.Module) -> dict[str, Any]:
     """Where a part's parameters start, and whether they move."""
     return {name: [p.tolist(), "learnt" if p.requires_grad else "fixed"] for name, p in part.named_parameters()}
+
+
+def with_targets(data: Any, targets: Any) -> Any:
+    """The pair of data and targets, where targets are given apart."""
+    if targets is None:
+        return data
+    if isinstance(data, Outputs | str | os.PathLike):
+        raise DataError(f"Expected targets inside the {type(data).__name__}, got them beside it: fit(data) is enough.")
+    return data, targets
+
+
+def targets_of(outputs: Outputs) -> Tensor:
+    """The targets, which a fit has checked to be there."""
+    if outputs.targets is None:
+        raise DataError("Expected targets: batches (x, y), mappings with labels, Outputs with targets.")
+    return outputs.targets
+
+
+def require_finite_prediction(predictive: Predictive) -> None:
+    """Refuses a prediction with NaN or infinity."""
+    values = [*vars(predictive).values(), *vars(predictive.latent).values()]
+    parts = [part for part in values if isinstance(part, Tensor) and part.is_floating_point()]
+    largest = [torch.linalg.vector_norm(part, math.inf).double() for part in parts if part.numel()]
+    if largest and not bool(torch.stack(largest).isfinite().all()):
+        raise DataError(
+            "Expected finite predictions, got NaN or infinity from finite outputs: the inputs are too large, or the "
+            "head is damaged. Fit it again."
+        )
+
+
+def sound_shapes(shapes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    """The shapes in a header, if no number in them is larger than the file: nothing of another size is then made."""
+    most = max([64, *(tensor.numel() for tensor in tensors.values())])
+    numbers = list(leaves(shapes["fitted"]))
+    if shapes["outputs"] and not all(type(size) is int and size > 0 for size in shapes["outputs"]):
+        raise ValueError(f"outputs of width {shapes['outputs']}")
+    if tensors and any(
+        isinstance(number, int) and not -1 <= number <= most for number in [*numbers, *shapes["outputs"]]
+    ):
+        raise ValueError("shapes that are larger than its tensors")
+    return shapes
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The values in nested lists and mappings."""
+    if isinstance(value, Mapping | list):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from leaves(part)
+    else:
+        yield value
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns an error inside into one that names the file; those that may be about the caller's arguments are kept."""
+    try:
+        yield
+    except (FileError, LayerError, MissingExtraError, torch.cuda.OutOfMemoryError):
+        raise
+    except OptionError as error:
+        error.add_note(f"This was while loading {path}.")
+        raise
+    except Exception as error:
+        found = str(error) if isinstance(error, PosthocError) else repr(error)
+        raise FileError(f"{path} cannot be read by this version of posthoc: {found:.500}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class OldConfig(ScoreConfig, FeatureConfig):
+    """The options that every method took before each declared its own."""
+
+
+class OldMethod(Method):
+    """A method with the hooks `_options`, `_recipe`, `_tensors` and `_rebuild`, until it declares a config."""
+
+    Config = OldConfig
+    trains = True
+    _fitted: Any
+    load_options: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def known_options(cls, common: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(common)
+
+    def _recipe(self) -> dict[str, Any]:
+        return {}
+
+    @abstractmethod
+    def _options(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _tensors(self) -> dict[str, Tensor]: ...
+
+    @classmethod
+    @abstractmethod
+    def _rebuild(cls, saved: Any) -> Self: ...
+
+    @abstractmethod
+    def _fit(self, job: Job) -> None: ...
+
+    def _identity(self) -> dict[str, Any]:
+        return {"method": self.name, "config": self._recipe(), "likelihood": self._likelihood.spec()}
+
+    def _header(self) -> dict[str, Any]:
+        config = {**self._options(), "layer": self.layer, "outputs_are": self.outputs_are}
+        return {**super()._header(), "config": config}
+
+    def _predictor(self, fitted: Any = None, *, covariance: bool = False) -> Callable[[Any], Predictive]:
+        return self._old_predictor(covariance=covariance)
+
+    @abstractmethod
+    def _old_predictor(self, *, covariance: bool) -> Callable[[Any], Predictive]: ...
+
+    def _read_back(self, path: Path) -> None:
+        read_head(path, self.name)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        model: Any = None,
+        device: str | torch.device | None = None,
+        **given: Any,
+    ) -> Self:
+        if unknown := [name for name in given if name not in cls.load_options]:
+            *others, last = ("model", "device", *cls.load_options)
+            raise OptionError(f"load() takes {', '.join(others)} and {last}, got {', '.join(unknown)}.")
+        tensors, header = read_head(path, cls.name)
+        return cls._restored(path, tensors, header, model, {"device": device, **given})
+
+    @classmethod
+    def _restored(cls, path: Any, tensors: Any, header: Any, model: Any, given: Mapping[str, Any]) -> Self:
+        from posthoc.saved import Saved
+
+        extra = {name: value for name, value in given.items() if name != "device"}
+        with torch.inference_mode(False):
+            with reading(path):
+                saved = Saved(path, tensors, header, model, given.get("device"), extra)
+            with saved.rebuilding():
+                refuse_another(header["network"], model if isinstance(model, nn.Module) else None)
+                method = cls._rebuild(saved)
+                method._rounding = Rounding.restore(header["rounding"])
+            method._width, method._network = saved.width, header["network"]
+            method.outputs_are = header["config"]["outputs_are"]
+        return method

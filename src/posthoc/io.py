@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import reprlib
@@ -10,11 +11,12 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from posthoc.errors import FileError, PosthocWarning
@@ -25,6 +27,7 @@ __all__ = [
     "changed",
     "check_config",
     "check_tensors",
+    "head_sha256",
     "lock",
     "read_head",
     "read_tensors",
@@ -37,7 +40,9 @@ __all__ = [
 ]
 
 HEAD = "posthoc-head"
-VERSION = 1
+VERSION, HEAD_VERSION = 1, 2
+LONGEST_HEADER = 2**24
+"""The largest number of characters in the header of a file."""
 UMASK = os.umask(0o022)
 os.umask(UMASK)  # it can only be read by setting it: once, here, before there are threads
 
@@ -198,13 +203,19 @@ if hasattr(os, "register_at_fork"):
 
 
 def write_tensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], format: str, config: Mapping[str, Any]
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    format: str,
+    config: Mapping[str, Any],
+    *,
+    version: int = VERSION,
+    check: Callable[[Path], object] | None = None,
 ) -> None:
-    """Writes tensors and config; equal contents give equal bytes."""
+    """Writes tensors and config; equal contents give equal bytes. `check` may refuse the file before it is there."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    document = {"format": format, "version": VERSION, **config}
+    document = {"format": format, "version": version, **config}
     # One metadata key: the order of several would not be fixed.
     metadata = {"posthoc": json.dumps(document, sort_keys=True)}
     plain = {k: v.detach().cpu().contiguous().clone() for k, v in sorted(tensors.items())}
@@ -213,9 +224,13 @@ def write_tensors(
             save_file(plain, temporary, metadata)
         except SafetensorError as error:  # which is how it tells of a full disk
             raise OSError(str(error)) from error
+        if check is not None:
+            check(temporary)
 
 
-def read_tensors(path: str | os.PathLike[str], format: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_tensors(
+    path: str | os.PathLike[str], format: str, *, version: int = VERSION
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and config of a file that `write_tensors` wrote in this format."""
     from safetensors import SafetensorError, safe_open
 
@@ -232,45 +247,82 @@ def read_tensors(path: str | os.PathLike[str], format: str) -> tuple[dict[str, T
             "Check the path; a truncated file must be saved again."
         ) from error
     try:
-        config = json.loads(metadata["posthoc"])
+        text = metadata["posthoc"]
+        config = json.loads(text) if len(text) <= LONGEST_HEADER else None
     except (KeyError, ValueError, RecursionError):
         config = None
     if not isinstance(config, dict) or config.get("format") != format:
         what = format.removeprefix("posthoc-")
         raise FileError(f"Expected a {what} that posthoc saved, found a safetensors file of another origin: {path}.")
-    if config.get("version") != VERSION:
+    if config.get("version") != version:
         raise FileError(
-            f"Expected format version {VERSION}, found {config.get('version')} in {path}: "
+            f"Expected format version {version}, found {config.get('version')} in {path}: "
             "load it with the posthoc that wrote it, or fit and save again with this one."
         )
     return tensors, config
 
 
-def write_head(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Writes a fitted head."""
-    write_tensors(path, tensors, HEAD, config)
-
-
-PARTS = {
+HEAD_PARTS = {
     "method": str,
-    "options": dict,
+    "config": dict,
     "likelihood": dict,
-    "layer": str | None,
-    "outputs_are": str,
+    "shapes": dict,
     "rounding": list | None,
-    "width": list,
     "network": dict | None,
+    "columns": list | None,
+    "classes": list | None,
+    "sha256": str,
 }
-"""What the config of every head has."""
+"""The types in the header of a head file."""
+
+
+def head_sha256(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
+    """The SHA-256 of the tensors of a head and of the rest of its header."""
+    described = {name: value for name, value in header.items() if name in HEAD_PARTS and name != "sha256"}
+    hashed = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        hashed.update(tensor.detach().cpu().reshape(-1).repeat(1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def write_head(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    header: Mapping[str, Any],
+    *,
+    check: Callable[[Path], object] | None = None,
+) -> None:
+    """Writes a fitted head; `check` may refuse the file before it is there."""
+    require_finite_tensors(path, tensors)
+    header = {**header, "sha256": head_sha256(tensors, header)}
+    write_tensors(path, tensors, HEAD, header, version=HEAD_VERSION, check=check)
 
 
 def read_head(path: str | os.PathLike[str], method: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and config of a file that `write_head` wrote, for this method unless for any."""
-    tensors, config = read_tensors(path, HEAD)
-    check_config(path, config, PARTS)
-    if method is not None and config["method"] != method:
-        raise FileError(f"Expected a head of method {method!r}, found one of {config['method']!r} in {path}.")
-    return tensors, config
+    """The tensors and the header of a file that `write_head` wrote, for this method unless for any."""
+    tensors, header = read_tensors(path, HEAD, version=HEAD_VERSION)
+    check_config(path, header, HEAD_PARTS)
+    if method is not None and header["method"] != method:
+        raise FileError(f"Expected a head of method {method!r}, found one of {header['method']!r} in {path}.")
+    if header["sha256"] != head_sha256(tensors, header):
+        raise FileError(
+            f"Expected contents with the SHA-256 {header['sha256']:.12}, found others in {path}: the file was changed "
+            "or damaged; save it again."
+        )
+    require_finite_tensors(path, tensors)
+    return tensors, header
+
+
+def require_finite_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
+    """Refuses a head with NaN or infinity."""
+    # The bounds that GPyTorch keeps beside its parameters may be infinite.
+    reals = {k: t for k, t in tensors.items() if t.is_floating_point() and not k.endswith("_bound")}
+    wrong = [k for k, tensor in reals.items() if not bool(tensor.isfinite().all())]
+    if wrong:
+        raise FileError(
+            f"Expected finite parameters, found NaN or infinity in {', '.join(wrong)} of {path}: fit again."
+        )
 
 
 def check_config(path: str | os.PathLike[str], config: Mapping[str, Any], parts: Mapping[str, Any]) -> None:

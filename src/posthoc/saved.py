@@ -47,7 +47,7 @@ class Saved:
     """What else `load` was given."""
 
     def __post_init__(self) -> None:
-        width, said = self.config["width"], self.config["outputs_are"]
+        width, said = self.config["shapes"]["outputs"], self.config["config"]["outputs_are"]
         if not all(type(size) is int and size > 0 for size in width):
             raise changed(self.path, f"outputs of width {width}")
         if said not in KINDS:
@@ -56,16 +56,17 @@ class Saved:
     @property
     def options(self) -> dict[str, Any]:
         """What the method said of itself, to take apart."""
-        return dict(self.config["options"])
+        options = dict(self.config["config"])
+        return {name: value for name, value in options.items() if name not in ("layer", "outputs_are")}
 
     @property
     def width(self) -> tuple[int, ...]:
         """The shape of one row of outputs."""
-        return tuple(self.config["width"])
+        return tuple(self.config["shapes"]["outputs"])
 
     def unfitted(self, kind: Callable[..., M], **options: Any) -> M:
         """The method as it was before its fit, with the network."""
-        return kind(self.model, self._likelihood(), layer=self.config["layer"], device=self.device, **options)
+        return kind(self.model, self._likelihood(), layer=self.config["config"]["layer"], device=self.device, **options)
 
     def likelihood(self) -> Likelihood:
         """A likelihood of the right shapes; its values are the caller's to fill in."""

@@ -73,11 +73,16 @@ def compare(
 
     names = list(REGISTRY) if methods == "all" else asked(methods)
     options = by_method(read_config(config, set_ or []), names)
+    from posthoc.methods import method_named
+
     places = {"train": train, "test": test, "ood": ood, "val": val}
     files = Files({role: path for role, path in places.items() if path is not None}, outputs, targets, features, inputs)
     kind, sizes = check(files, task, outputs_are)
     common: dict[str, Any] = {"seed": seed} | ({"outputs_are": outputs_are.value} if outputs_are is not None else {})
-    trials = [Trial(name, kind, {**common, **options.get(name, {})}, device, files) for name in names]
+    trials = [
+        Trial(name, kind, {**method_named(name).known_options(common), **options.get(name, {})}, device, files, seed)
+        for name in names
+    ]
     refused = {trial.name: reason for trial in trials if (reason := trial.refused(asked=trial.name in options))}
     tried = [name for name in names if name not in refused]
     folder = claimed(out, [f"{name}-{seed}.json" for name in tried], force) if tried else out
@@ -135,6 +140,7 @@ class Trial:
     options: dict[str, Any]
     device: str | None
     files: Files
+    seed: int
 
     def make(self) -> Method:
         return build(self.name, self.task, self.options, self.device)
@@ -176,7 +182,7 @@ class Trial:
             },
             **{figure: value if math.isfinite(value) else None for figure, value in row.figures.items()},
             "task": self.task,
-            "seed": self.options["seed"],
+            "seed": self.options.get("seed", self.seed),
             "device": self.device or "cpu",
             "data": self.files.paths,
             "configuration": configuration,
@@ -205,8 +211,8 @@ def in_this_process(trial: Trial) -> tuple[Row, dict[str, Any], list[str]]:
         row = tried(trial.name, trial.make, **data)
     configuration: dict[str, Any] = {"options": trial.options}
     if (method := row.fitted) is not None:
-        options = {**trial.options, **method._recipe(), **method._options()}
-        configuration = {**method._config(), "options": options}
+        header = method._header()
+        configuration = {**header, "options": {**trial.options, **header["config"]}}
     told = dict.fromkeys(str(warning.message) for warning in caught)
     return replace(row, fitted=None), json.loads(json.dumps(configuration, default=str)), list(told)
 

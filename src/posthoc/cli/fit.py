@@ -84,9 +84,11 @@ def fit(
     options = read_config(config, set_ or [])
     if outputs_are is not None:
         options["outputs_are"] = outputs_are.value
-    if seed is not None:
-        options["seed"] = seed
+    from posthoc.methods import method_named
     from posthoc.training.distributed import distributed
+
+    if seed is not None:
+        options |= method_named(method).known_options({"seed": seed})
 
     begin = time.perf_counter()
     with distributed(device) as ranks:
@@ -121,11 +123,7 @@ def build(name: str, task: str, options: dict[str, Any], device: str | None) -> 
     if isinstance(options.get("kernel"), dict | str):
         spec = options["kernel"]
         options["kernel"] = kernel_from_spec({"type": spec} if isinstance(spec, str) else spec)
-    kind = method_named(name)
-    try:
-        return kind(None, likelihood, device=device, **options)
-    except TypeError as error:
-        raise OptionError(f"Expected options that {name} knows, got one that it does not ({error}).") from error
+    return method_named(name)(None, likelihood, device=device, **options)
 
 
 def describe(rows: Outputs) -> str:

@@ -147,10 +147,7 @@ def compare(
             return entry
         kind, options = entry if isinstance(entry, tuple) else (entry, {})
         kind = method_named(kind) if isinstance(kind, str) else kind
-        try:
-            return kind(model, copy.deepcopy(likelihood), **{**common, **options})
-        except TypeError as error:
-            raise OptionError(f"Expected options that {kind.name} knows, got others ({error}).") from error
+        return kind(model, copy.deepcopy(likelihood), **{**kind.known_options(common), **options})
 
     for entry in entries.values():
         if isinstance(entry, tuple):

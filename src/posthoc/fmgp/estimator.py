@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import Job, Method, first_values
+from posthoc.base import Job, OldMethod, first_values
 from posthoc.collect.augmentation import Augmented
 from posthoc.collect.loaders import iterate
 from posthoc.collect.outputs import Outputs, join
@@ -43,7 +43,7 @@ PARTS = {"kernel": dict, "inducing": str, "inducing_classes": list | None, "head
 """Types of the options in a file."""
 
 
-class FMGP(Method):
+class FMGP(OldMethod):
     """A fixed-mean Gaussian process around a trained network.
 
     The network's output stays the mean of the prediction. A Gaussian process with M inducing points gives its
@@ -121,7 +121,7 @@ class FMGP(Method):
         names = [field.name for field in fields(FMGPConfig)]
         if unknown := sorted(options.keys() - set(names)):
             raise OptionError(f"Unknown option {', '.join(unknown)}. The options are: {', '.join(names)}.")
-        self.config = FMGPConfig(**options).resolved(self._likelihood.task)
+        self.config: Any = FMGPConfig(**options).resolved(self._likelihood.task)
         per_class = isinstance(self.config.inducing, str) and self.config.inducing == "per_class"
         if per_class and self._likelihood.task != "classification":
             raise OptionError('inducing="per_class" needs classes; use "kmeans" or "random" for regression.')
@@ -142,7 +142,7 @@ class FMGP(Method):
         return kernel
 
     @property
-    def _fitted(self) -> FittedFMGP:
+    def _head(self) -> FittedFMGP:
         if self.head is None:
             raise NotFittedError("Call fit(...) first, or load a saved head.")
         return self.head
@@ -268,8 +268,8 @@ class FMGP(Method):
                 if not seen:
                     raise DataError("Expected data in every pass of the loader, got none in the last one.")
 
-    def _predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
-        fitted = self._fitted
+    def _old_predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
+        fitted = self._head
         w = fitted.prepared()
         # Samples of the logits need their covariance, which is cheap for few classes.
         few = fitted.process.coupling is not None and fitted.process.num_outputs <= MAX_DENSE_OUTPUTS
@@ -283,7 +283,7 @@ class FMGP(Method):
         return predict
 
     def _rows_at_once(self) -> int:
-        process = self._fitted.process
+        process = self._head.process
         rows, coupling = super()._rows_at_once(), process.coupling
         if coupling is None or process.separable:
             return rows
@@ -292,7 +292,7 @@ class FMGP(Method):
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
         if fitted:
-            spaces: set[str | None] = set(self._fitted.reads())
+            spaces: set[str | None] = set(self._head.reads())
         else:
             layered = self.backbone is not None and self.backbone.has_features
             spaces = {space or ("features" if layered else "inputs") for space in self._kernel.spaces() or {None}}
@@ -325,7 +325,7 @@ class FMGP(Method):
         return {f.name: getattr(self.config, f.name) for f in fields(self.config) if f.name not in others}
 
     def _tensors(self) -> dict[str, Tensor]:
-        return self._fitted.state_dict()
+        return self._head.state_dict()
 
     def _options(self) -> dict[str, Any]:
         classes, inducing = self.config.inducing_classes, self.config.inducing
@@ -334,7 +334,7 @@ class FMGP(Method):
             "kernel": self._kernel.recipe(),
             "inducing": inducing if isinstance(inducing, str) else NOT_KEPT,
             "inducing_classes": None if classes is None else torch.as_tensor(classes).tolist(),
-            "head": self._fitted.options(),
+            "head": self._head.options(),
             "selection": self.selection_.to_dict(),
         }
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import Job, Method
+from posthoc.base import Job, OldMethod
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, LayerError, OptionError
 from posthoc.fmgp.coordinates import Coordinates, location_and_scale
@@ -40,7 +40,7 @@ AT_ONCE = 2**24
 """Numbers in the largest tensor of a prediction, rows x outputs x points: 128 MB."""
 
 
-class GP(Method):
+class GP(OldMethod):
     """A Gaussian process with a squared exponential kernel, its hyper-parameters by marginal likelihood: exact, or
     with inducing points where there are more data than it can hold. Its mean is not the network's. (`num_data` of `fit`
     is for inducing points: an exact one counts every point once.)
@@ -155,7 +155,7 @@ class GP(Method):
             process = Sparse(kmeans(view, self.num_inducing, generator)[self.on].to(device), num_outputs)
         return Head(process, coordinates, likelihood, centre)
 
-    def _predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
+    def _old_predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
         head = self._fitted_head()
         if self._posterior is None:  # made once: an exact one takes as long as a step of the fit
             self._posterior = head.posterior()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ from posthoc.collect.loaders import Batch
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood
-from posthoc.methods.laplace.laplace import FEW_OUTPUTS, check_classes, checked_prior, linearised
+from posthoc.methods.laplace.laplace import FEW_OUTPUTS, linearized
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
 from posthoc.methods.laplace.posterior import settle_noise
+from posthoc.methods.ntk.tangents import check_classes
 from posthoc.methods.weights.network import NetworkMethod
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive
@@ -72,7 +74,7 @@ class LaplaceTorch(NetworkMethod):
         seed: int = 0,
         progress: bool | None = None,
     ) -> None:
-        super().__init__(model, linearised(likelihood), layer=layer, outputs_are=outputs_are, device=device)
+        super().__init__(model, linearized(likelihood), layer=layer, outputs_are=outputs_are, device=device)
         choice("subset", subset, tuple(HESSIANS))
         choice("hessian", hessian, HESSIANS[subset])
         self.subset, self.hessian, self.subnetwork, self.prior = subset, hessian, subnetwork, checked_prior(prior)
@@ -88,7 +90,7 @@ class LaplaceTorch(NetworkMethod):
         self.chosen = self._chosen()
         self._require_room()
         self._approximation: Any = None
-        self._fitted: Likelihood | None = None
+        self._fitted = None
 
     @property
     def likelihood(self) -> Likelihood:
@@ -164,7 +166,7 @@ class LaplaceTorch(NetworkMethod):
             settle_noise(likelihood, approximation.sigma_noise.double().square().reshape(1))
         self._approximation, self._fitted = approximation, likelihood
 
-    def _predictor(self, *, covariance: bool) -> Callable[[Batch], Predictive]:
+    def _old_predictor(self, *, covariance: bool) -> Callable[[Batch], Predictive]:
         approximation, likelihood, weights = self._approximation, self.likelihood, self._num_weights()
 
         def predict(batch: Batch) -> Predictive:
@@ -312,3 +314,13 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def checked_prior(prior: Any) -> Literal["marglik", "val"] | float:
+    """The option `prior`, or an error."""
+    if isinstance(prior, str):
+        choice("prior", prior, ("marglik", "val"))
+        return "val" if prior == "val" else "marglik"
+    if isinstance(prior, bool) or not isinstance(prior, int | float) or not 0.0 < prior < math.inf:
+        raise OptionError(f'Expected prior to be "marglik", "val" or a positive precision, got {prior!r}.')
+    return float(prior)

@@ -7,7 +7,7 @@ from typing import Self
 
 from torch import nn
 
-from posthoc.base import Job, Method
+from posthoc.base import Fitted, Job, Method
 from posthoc.likelihoods.base import NOISE_FLOOR, Categorical, Gaussian, Likelihood
 from posthoc.methods.calibrator import LikelihoodOnly
 
@@ -15,8 +15,23 @@ __all__ = ["MAP"]
 
 
 class MAP(LikelihoodOnly):
-    """The network as it is: its own softmax, or its own output with the constant noise that is best on `val` (or,
-    without it, on the data of the fit)."""
+    """The network as it is: its own softmax, or its own output with a constant noise.
+
+    The noise is the one that is best on `val` or, without it, on the data of the fit.
+
+    Args:
+        model: A network, a callable, or None to work from `Outputs`.
+        likelihood: "regression", "classification", or a likelihood object.
+        outputs_are: What the outputs of a classifier are: "logits", "log-probs" or "probs".
+        device: Where the fitted method computes.
+
+    Example:
+        >>> import torch
+        >>> from posthoc import MAP, Outputs
+        >>> data = Outputs(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1]))
+        >>> MAP(likelihood="classification").fit(data).predict(data).probs[0]
+        tensor([0.8808, 0.1192])
+    """
 
     name = "map"
 
@@ -24,12 +39,14 @@ class MAP(LikelihoodOnly):
         held_out = job.val if job.val is not None else job.train
         assert held_out.targets is not None
         likelihood.start(held_out.outputs, held_out.targets)
-        take_as_it_is(likelihood)
+        remove_corrections(likelihood)
 
     @classmethod
     def beside(cls, method: Method) -> Self:
-        """The bare predictor behind a fitted method: what it would say without it. In regression its noise is the
-        spread of the residuals that the method was fitted on."""
+        """The bare predictor behind a fitted method, for comparison with it.
+
+        In regression its noise is the spread of the residuals that the method was fitted on.
+        """
         fitted = method.likelihood
         likelihood: Likelihood
         if isinstance(fitted, Gaussian):
@@ -37,14 +54,14 @@ class MAP(LikelihoodOnly):
             likelihood.scale = fitted.scale.detach().clone()
         else:
             likelihood = Categorical()
-        take_as_it_is(likelihood)
+        remove_corrections(likelihood)
         bare = cls(None, fitted.task, outputs_are=method.outputs_are)
-        bare._fitted, bare._width = likelihood, method._width
+        bare._fitted, bare._width = Fitted(likelihood), method._width
         return bare
 
 
-def take_as_it_is(likelihood: Likelihood) -> None:
-    """A temperature of one, or a noise of the residuals' own size."""
+def remove_corrections(likelihood: Likelihood) -> None:
+    """Sets the temperature to 1, or the noise to the mean square of the residuals."""
     if isinstance(likelihood, Gaussian):
         nn.init.constant_(likelihood.log_noise, math.log1p(-NOISE_FLOOR))
     elif isinstance(likelihood, Categorical) and likelihood.fixed_temperature is None:

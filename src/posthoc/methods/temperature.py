@@ -17,7 +17,21 @@ __all__ = ["Temperature"]
 
 
 class Temperature(LikelihoodOnly):
-    """softmax(f/τ), with the τ that minimises the negative log-likelihood: what most people use today."""
+    """softmax(f/τ), with the τ that minimizes the negative log-likelihood.
+
+    Args:
+        model: A network, a callable, or None to work from `Outputs`.
+        likelihood: "classification" (the default), or a `Categorical`.
+        outputs_are: What the outputs are: "logits", "log-probs" or "probs".
+        device: Where the fitted method computes.
+
+    Example:
+        >>> import torch
+        >>> from posthoc import Outputs, Temperature
+        >>> data = Outputs(torch.tensor([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 1, 1]))
+        >>> round(Temperature().fit(data).likelihood.temperature.item(), 3)
+        2.885
+    """
 
     name = "temperature"
     wants_unseen = True
@@ -29,9 +43,9 @@ class Temperature(LikelihoodOnly):
             raise OptionError("Temperature scaling learns the temperature: use Categorical() without one.")
         inverse = best_inverse(job.train)
         if (limit := limit_reached(job.train, inverse)) is not None:
-            found = "all right" if limit == "high" else "no better than chance"
+            quality = "all right" if limit == "high" else "no better than chance"
             warnings.warn(
-                f"The predictions are {found} on these data, so the temperature was limited to {1.0 / inverse:g}. "
+                f"The predictions are {quality} on these data, so the temperature was limited to {1.0 / inverse:g}. "
                 "Fit on data that the network has not memorised, with labels in the order of its outputs.",
                 PosthocWarning,
                 stacklevel=5,

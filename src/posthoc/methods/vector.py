@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import Job
+from posthoc.base import Fitted, Job, ScoreConfig, SeedConfig, option
 from posthoc.collect.outputs import Outputs
-from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Categorical, Likelihood
 from posthoc.likelihoods.temperature import limit_reached, parts
 from posthoc.methods.temperature import Temperature
 from posthoc.predictive.base import Predictive, working_dtype
-from posthoc.saved import Saved
-from posthoc.validation import integer
 
 __all__ = ["Vector"]
 
@@ -33,91 +31,92 @@ ROUGHLY, CLOSELY = 1e-3, 1e-7
 """Gradients at which a fit is done, in coordinates where the curvature is about one: to choose a ridge, and to keep."""
 
 
-class Vector(Temperature):
-    """softmax(a∘f + b), f without its mean over the classes, by penalised likelihood. `mean` is a∘f + b, so that the
-    predicted class can move.
+@dataclass(frozen=True, kw_only=True)
+class VectorConfig(ScoreConfig, SeedConfig):
+    """Options of `Vector`."""
 
-    The penalty, ridge · (|u|² + |v|²)/2, is on what temperature scaling lacks: a = (1 + u)/τ, b = ρv, where τ is its
-    temperature and ρ the root mean square of f/τ. The `ridge` is the one that predicts best on `val` or, without it, in
-    five-fold cross-validation; one that is infinite, which leaves temperature scaling, is among those tried, so
-    that few rows a class do little harm.
+    ridge: float | None = option(None, above=0.0, infinite=True)
+
+
+class Vector(Temperature):
+    """softmax(a∘f + b), f without its mean over the classes, by penalized likelihood; it can change the label.
+
+    The penalty, ridge · (|u|² + |v|²)/2, is on the departure from temperature scaling: a = (1 + u)/τ, b = ρv, where τ
+    is its temperature and ρ the root mean square of f/τ. An infinite ridge, which leaves temperature scaling, is among
+    those tried, so that few rows a class do little harm.
+
+    Args:
+        model: A network, a callable, or None to work from `Outputs`.
+        likelihood: "classification" (the default), or a `Categorical`.
+        ridge: The weight of the penalty. By default the one that predicts best on `val` or, without it, in five-fold
+            cross-validation.
+        outputs_are: What the outputs are: "logits", "log-probs" or "probs".
+        seed: The seed of the folds.
+        device: Where the fitted method computes.
+
+    Example:
+        >>> import torch
+        >>> from posthoc import Outputs, Vector
+        >>> logits = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+        >>> data = Outputs(logits, torch.arange(200) % 3)
+        >>> Vector(ridge=1.0).fit(data).predict(data).probs.shape
+        torch.Size([200, 3])
     """
 
     name = "vector"
-    wants_unseen = True
+    Config = VectorConfig
+    config: VectorConfig
     fixed_mean = False
+    needs_classes = True
 
-    def __init__(
-        self,
-        model: nn.Module | Callable[..., Any] | None,
-        likelihood: str | Likelihood,
-        *,
-        ridge: float | None = None,
-        layer: str | None = None,
-        outputs_are: str = "logits",
-        device: str | torch.device | None = None,
-        seed: int = 0,
-        progress: bool | None = None,
-    ) -> None:
-        super().__init__(model, likelihood, layer=layer, outputs_are=outputs_are, device=device)
-        if ridge is not None and not ridge > 0.0:
-            raise OptionError(f"Expected a ridge above 0, or None to choose it by the data, got {ridge!r}.")
-        self.ridge, self.seed = ridge, integer("seed", seed, 0)
-        self.scale: Tensor | None = None  # (C,): a
-        self.bias: Tensor | None = None  # (C,): b
-        self.chosen_ridge: float | None = None
+    @property
+    def chosen_ridge(self) -> float:
+        """The ridge of the fit."""
+        self._require_fitted("chosen_ridge")
+        assert isinstance(self._fitted, FittedVector)
+        return self._fitted.ridge
 
-    def _fit_likelihood(self, likelihood: Likelihood, job: Job) -> None:
-        super()._fit_likelihood(likelihood, job)
+    def _fit(self, job: Job) -> FittedVector:
+        likelihood = copy.deepcopy(self._likelihood)
+        self._fit_likelihood(likelihood, job)
         assert isinstance(likelihood, Categorical)
-        assert job.train.targets is not None
-        if bool((job.train.targets == job.train.targets[0]).all()):
-            raise DataError(f"Expected labels of several classes, got {int(job.train.targets[0])} in every row.")
         base = Base.of(job.train, 1.0 / likelihood.temperature.item())
         limited = limit_reached(job.train, base.inverse) is not None
-        ridge = math.inf if limited else self.ridge  # what has a limit is not to be refined
+        ridge = math.inf if limited else self.config.ridge  # a temperature at its limit is not to be refined
         if ridge is None:
-            ridge = best_ridge(base, job, self.seed)
+            ridge = best_ridge(base, job, self.config.seed)
         moved = base.fit(job.train, ridge, CLOSELY) if math.isfinite(ridge) else base.start(job.train)
-        nn.init.zeros_(likelihood.log_temperature)  # it is in the scale now
-        self.scale, self.bias = base.inverse * (1.0 + moved[0]), base.size * moved[1]
-        self.chosen_ridge = ridge
+        nn.init.zeros_(likelihood.log_temperature)  # the scale contains it now
+        return FittedVector(likelihood, base.inverse * (1.0 + moved[0]), base.size * moved[1], ridge)
 
-    def _predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
-        plain = super()._predictor(covariance=covariance)
-        scale, bias = self.scale, self.bias
-        assert scale is not None
-        assert bias is not None
+    def _predictor(self, fitted: FittedVector, *, covariance: bool) -> Callable[[Outputs], Predictive]:
+        predict_moved = super()._predictor(fitted, covariance=covariance)
 
         def predict(outputs: Outputs) -> Predictive:
-            f = centred(outputs.outputs.double())
-            moved = scale.to(f.device) * f + bias.to(f.device)
-            return plain(outputs.with_outputs(moved.to(working_dtype(outputs.outputs))))
+            fitted.to(outputs.outputs.device)
+            moved = fitted.scale * centred(outputs.outputs.double()) + fitted.bias
+            return predict_moved(outputs.with_outputs(moved.to(working_dtype(outputs.outputs))))
 
         return predict
 
-    def _tensors(self) -> dict[str, Tensor]:
-        assert self.scale is not None
-        assert self.bias is not None
-        ridge = torch.tensor(self.chosen_ridge, dtype=torch.float64)
-        return {**super()._tensors(), "scale": self.scale, "bias": self.bias, "ridge": ridge}
+    def _blank(self, shapes: Mapping[str, Any]) -> FittedVector:
+        zeros = torch.zeros(shapes["classes"], dtype=torch.float64)
+        return FittedVector(self._blank_likelihood(), zeros, zeros.clone(), shapes["ridge"])
 
-    def _options(self) -> dict[str, Any]:
-        return {"ridge": self.ridge, "seed": self.seed}
 
-    def _recipe(self) -> dict[str, Any]:
-        return self._options()
+class FittedVector(Fitted):
+    """The scale a and the bias b of each class, and the ridge that they were found with."""
 
-    @classmethod
-    def _rebuild(cls, saved: Saved) -> Self:
-        shapes = {"scale": saved.width, "bias": saved.width, "ridge": ()}
-        saved.check_some(shapes)
-        own = {name: saved.tensors[name] for name in shapes}
-        rest = {name: tensor for name, tensor in saved.tensors.items() if name not in shapes}
-        method = super()._rebuild(replace(saved, tensors=rest))
-        method.ridge, method.seed = saved.options["ridge"], saved.options["seed"]
-        method.scale, method.bias, method.chosen_ridge = own["scale"], own["bias"], float(own["ridge"])
-        return method
+    def __init__(self, likelihood: Likelihood, scale: Tensor, bias: Tensor, ridge: float) -> None:
+        super().__init__(likelihood)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias)
+        self.scale: Tensor  # (C,)
+        self.bias: Tensor  # (C,)
+        self.ridge = ridge
+
+    def shapes(self) -> dict[str, Any]:
+        return {"classes": len(self.scale), "ridge": self.ridge}
 
 
 class Base(NamedTuple):

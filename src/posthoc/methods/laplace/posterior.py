@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from posthoc.base import Fitted
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError
 from posthoc.likelihoods.base import NOISE_FLOOR, Categorical, Gaussian, Likelihood, columns
-from posthoc.methods.laplace.curvature import Curvature, Form, of_classes, of_outputs
+from posthoc.methods.laplace.curvature import Curvature, Dense, Diagonal, Form, Kronecker, of_classes, of_outputs
 from posthoc.methods.laplace.last_layer import LastLayer, pieces, with_one
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
 from posthoc.predictive.base import Predictive
@@ -27,18 +29,29 @@ GRID = range(-6, 7)
 """Powers of ten that the prior precision is multiplied by on validation data, before the best is refined."""
 
 
-class Posterior(nn.Module):
-    """The curvature of the loss and the precision δ of the weights' prior, and the likelihood around them."""
+class Posterior(Fitted):
+    """The curvature of the loss, the precision δ of the weights' prior, and the likelihood."""
 
     def __init__(self, curvature: Curvature, likelihood: Likelihood, *, num_features: int, bias: bool) -> None:
-        super().__init__()
-        self.curvature, self.likelihood, self.num_features, self.bias = curvature, likelihood, num_features, bias
+        super().__init__(likelihood)
+        self.curvature, self.num_features, self.bias = curvature, num_features, bias
         self.log_precision = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
-    @property
-    def device(self) -> torch.device:
-        """Where it lives."""
-        return self.log_precision.device
+    def shapes(self) -> dict[str, Any]:
+        matrices = {name: list(tensor.shape) for name, tensor in self.curvature.state_dict().items()}
+        return {
+            "curvature": type(self.curvature).__name__,
+            "matrices": matrices,
+            "num_features": self.num_features,
+            "bias": self.bias,
+        }
+
+    @classmethod
+    def blank(cls, likelihood: Likelihood, shapes: Mapping[str, Any]) -> Posterior:
+        """A posterior of these shapes, to load tensors into."""
+        kind = {kind.__name__: kind for kind in (Kronecker, Diagonal, Dense)}[shapes["curvature"]]
+        zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes["matrices"].items()}
+        return cls(kind(**zeros), likelihood, num_features=shapes["num_features"], bias=shapes["bias"])
 
     @property
     def rows_at_once(self) -> int:

@@ -16,7 +16,7 @@ from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError
 from posthoc.fmgp.inducing_points import distinct
 from posthoc.likelihoods.base import Gaussian, Likelihood
-from posthoc.methods.laplace.laplace import linearised
+from posthoc.methods.laplace.laplace import linearized
 from posthoc.methods.laplace.last_layer import find_last_layer, with_one
 from posthoc.methods.ntk.ntk import Jacobian, Pair, gradients
 from posthoc.methods.ntk.subspace import Candidate, curvature, grid, leading, likeliest, scores, set_noise
@@ -92,7 +92,7 @@ class ELLA(NTKMethod):
         seed: int = 0,
         progress: bool | None = None,
     ) -> None:
-        super().__init__(model, linearised(likelihood), layer=layer, outputs_are=outputs_are, device=device)
+        super().__init__(model, linearized(likelihood), layer=layer, outputs_are=outputs_are, device=device)
         self.num_points = integer("num_points", num_points, 1)
         self.num_features = integer("num_features", num_features, 1)
         self.prior_variance = positive("prior_variance", prior_variance) if prior_variance is not None else None
@@ -100,7 +100,7 @@ class ELLA(NTKMethod):
         self.seed = integer("seed", seed, 0)
         self._take_weights(weights, max_gigabytes)
         self.choice: Choice | None = None
-        self._fitted: Likelihood | None = None
+        self._fitted = None
         self._state: dict[str, Tensor] = {}  # factor (K, K) and, for the last layer, directions and classes
 
     @property
@@ -210,7 +210,7 @@ class ELLA(NTKMethod):
         size = float(subspace(some).square().sum(-1).mean())
         return [prior / size if size > 0.0 else prior for prior in PRIORS]
 
-    def _predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
+    def _old_predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
         subspace, factor = Subspace(self._state, self.likelihood), self._state["factor"]
         # Where there are few classes their covariance comes unasked: draws of the logits need it.
         few = self._likelihood.task == "classification" and math.prod(self._width or ()) <= FEW_OUTPUTS

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, SupportsFloat
 import torch
 from torch import Tensor
 
-from posthoc.base import Method
+from posthoc.base import OldMethod
 from posthoc.collect import opened
 from posthoc.collect.loaders import Batch, iterate
 from posthoc.collect.network import Backbone, Reading
@@ -55,7 +55,7 @@ class TangentBackbone(Backbone):
             yield run_both
 
 
-class NTKMethod(Method):
+class NTKMethod(OldMethod):
     """A method on the tangent kernel. With `weights="last"` it reads the features in front of the last layer, and needs
     no network. With "all" it needs one, and `_describer` says what is made of its Jacobians."""
 

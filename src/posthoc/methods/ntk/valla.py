@@ -209,7 +209,7 @@ class VaLLA(NTKMethod):
         kernel.requires_grad_(self.prior_variance is None)
         return FittedFMGP(process, coordinates, likelihood)
 
-    def _predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
+    def _old_predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
         head = self.head
         assert head is not None
         w = head.prepared()

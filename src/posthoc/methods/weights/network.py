@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import CHUNK, Method
+from posthoc.base import CHUNK, OldMethod
 from posthoc.collect import opened
 from posthoc.collect.arrays import arrays, is_arrays, row_count, take
 from posthoc.collect.class_scores import as_logits
@@ -27,7 +27,7 @@ from posthoc.predictive.base import Predictive
 __all__ = ["LabelledBatch", "NetworkBatches", "NetworkMethod", "seeded"]
 
 
-class NetworkMethod(Method):
+class NetworkMethod(OldMethod):
     """A method that runs an `nn.Module` in a way of its own, so that outputs alone are not enough for it.
 
     A subclass fits from `job.data`, whose batches `_batches` gives (`job.train` holds the network's outputs on them),
@@ -116,7 +116,7 @@ class NetworkMethod(Method):
                 yield predictive, self._fitting(part, targets=targets)
 
     @abstractmethod
-    def _predictor(self, *, covariance: bool) -> Callable[[Batch], Predictive]:
+    def _old_predictor(self, *, covariance: bool) -> Callable[[Batch], Predictive]:
         """What turns a batch into predictions; the network is in eval mode, and without gradients, when it runs."""
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class DrawingMethod(NetworkMethod):
     another; the noise of a regression is the method's own, or what `_start` and `_fit_noise` find."""
 
     fixed_mean = False
-    _fitted: Likelihood | None = None
+    _fitted: Any = None
 
     @abstractmethod
     def _draws(self, batch: Batch) -> Tensor:  # (S, N, ...)
@@ -35,7 +36,7 @@ class DrawingMethod(NetworkMethod):
     def likelihood(self) -> Likelihood:
         return self._fitted if self._fitted is not None else self._likelihood
 
-    def _predictor(self, *, covariance: bool) -> Callable[[Batch], Predictive]:
+    def _old_predictor(self, *, covariance: bool) -> Callable[[Batch], Predictive]:
         likelihood = self.likelihood
 
         def predict(batch: Batch) -> Predictive:

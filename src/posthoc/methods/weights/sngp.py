@@ -204,9 +204,9 @@ class SNGP(FinetunedMethod):
         linear = self.network.get_submodule(f"{self._last}.1")
         return *self._listened(self.network, linear, batch), self.covariance
 
-    def _predictor(self, *, covariance: bool) -> Callable[[Batch], Predictive]:
+    def _old_predictor(self, *, covariance: bool) -> Callable[[Batch], Predictive]:
         if self.prediction == "monte_carlo":
-            return super()._predictor(covariance=covariance)
+            return super()._old_predictor(covariance=covariance)
         likelihood = copy.deepcopy(self.likelihood).to(self.module_device)
         unit = likelihood.scale.square() if isinstance(likelihood, Gaussian) else 1.0
         if isinstance(likelihood, Categorical):

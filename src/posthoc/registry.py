@@ -1,0 +1,57 @@
+"""`Registry`: classes by name, the built-in ones and those that other packages register by an entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+__all__ = ["Registry"]
+
+
+class Registry(Mapping[str, Any]):
+    """Classes by name. Built-in ones come first, in their order; another package adds its own by an entry point.
+
+    Args:
+        group: The entry-point group that other packages register in.
+        builtin: Built-in classes, or where they are ("package.module:Class", imported when first used), by name.
+
+    Example:
+        A package adds a method by these lines of its `pyproject.toml`:
+
+            [project.entry-points."posthoc.methods"]
+            my_method = "my_package.my_module:MyMethod"
+
+        >>> registry = Registry("my.group", {"fraction": "fractions:Fraction"})
+        >>> list(registry), registry["fraction"](1, 2)
+        (['fraction'], Fraction(1, 2))
+    """
+
+    def __init__(self, group: str, builtin: Mapping[str, Any]) -> None:
+        self.group = group
+        self._places: dict[str, Any] = dict(builtin)
+        self._complete = False
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._places:
+            self._add_entry_points()
+        place = self._places[name]
+        if isinstance(place, str):
+            module, _, attribute = place.partition(":")
+            place = self._places[name] = getattr(import_module(module), attribute)
+        return place
+
+    def __iter__(self) -> Iterator[str]:
+        self._add_entry_points()
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        self._add_entry_points()
+        return len(self._places)
+
+    def _add_entry_points(self) -> None:
+        if not self._complete:
+            self._complete = True
+            for point in entry_points(group=self.group):
+                self._places.setdefault(point.name, point.value)
