@@ -112,3 +112,14 @@ def kept_error(call: Callable[[], Any]) -> Iterator[BaseException]:
     finally:
         traceback.clear_frames(error.__traceback__)
         torch.set_grad_enabled(True)
+
+
+def hold_lock(folder: str) -> None:
+    """Hold the lock `folder/lock` and say so by the file `folder/ready`, for a test that ends this process."""
+    import fcntl
+    import time
+
+    with open(f"{folder}/lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        open(f"{folder}/ready", "w").close()
+        time.sleep(600)

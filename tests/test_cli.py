@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import builtins
+import logging
 import os
+import re
+import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import posthoc
-from posthoc import __version__
+from posthoc import DataError, PosthocWarning, __version__
 from posthoc.cli import app, main
+from posthoc.cli.app import run
 from posthoc.cli.demo_data import SPANS, heteroscedastic, noise_std
 
 PNG = b"\x89PNG\r\n"
@@ -24,12 +30,13 @@ def test_demo_prints_a_table_and_draws_the_figure(tmp_path):
     out = tmp_path / "figure.png"
     result = CliRunner().invoke(app, ["demo", "--out", str(out)], catch_exceptions=False)
     assert result.exit_code == 0
-    lines = [line.split("│") for line in result.stdout.splitlines() if "network +" in line]
-    rows = {cells[1].strip(): cells[2:7] for cells in lines}
-    bare, ours = ([float(v.strip(" %")) for v in rows[f"network + {name}"]] for name in ("constant noise", "FMGP"))
-    assert all(mine < theirs for mine, theirs in zip(ours[:3], bare[:3], strict=True))  # NLL, CRPS, CQM
-    assert abs(ours[3] - 50) < 8
-    assert abs(ours[4] - 95) < 4
+    header, *rows = [re.split("[│┃]", line)[1:-1] for line in result.stdout.splitlines() if line[:1] in "│┃"]
+    bare, ours = (
+        {name.strip(" ↓"): float(cell.strip(" ¹²")) for name, cell in zip(header[1:], row[1:], strict=True)}
+        for row in rows
+    )
+    assert all(ours[name] < bare[name] for name in ("NLL", "CRPS", "CQM"))
+    assert ours["RMSE"] == bare["RMSE"]
     assert out.read_bytes().startswith(PNG)
     assert out.stat().st_size > 20_000
     assert os.listdir(tmp_path) == ["figure.png"]
@@ -62,6 +69,65 @@ def test_known_errors_are_one_line_without_a_traceback(tmp_path, monkeypatch, ca
     error = capsys.readouterr().err
     assert error.startswith("posthoc: Expected a folder to write folder.png into")
     assert "Traceback" not in error
+
+
+def test_errors_are_short_and_without_control_characters(monkeypatch, capsys):
+    app = typer.Typer()
+
+    @app.command()
+    def fails():
+        raise DataError("Expected a name, got \x1b[31mred\u202e. " + 5000 * "x" + " Do this.")
+
+    monkeypatch.setattr(sys, "argv", ["posthoc"])
+    with pytest.raises(SystemExit):
+        run(app)
+    error = capsys.readouterr().err
+    assert error.startswith(r"posthoc: Expected a name, got \x1b[31mred\u202e.")
+    assert error.endswith("Do this.\n")
+    assert len(error) < 1020
+
+
+def test_log_messages_are_lines_on_stderr_and_nothing_stays(monkeypatch, capsys):
+    app = typer.Typer()
+
+    @app.command()
+    def works():
+        logging.getLogger("posthoc").info("fitting 10/20")
+        warnings.warn("few rows", PosthocWarning, stacklevel=1)
+
+    monkeypatch.setattr(sys, "argv", ["posthoc"])
+    before = (signal.getsignal(signal.SIGTERM), warnings.showwarning, list(logging.getLogger("posthoc").handlers))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with pytest.raises(SystemExit, match=r"^0$"):
+            run(app)
+    assert capsys.readouterr().err == "posthoc: fitting 10/20\nposthoc: few rows\n"
+    after = (signal.getsignal(signal.SIGTERM), warnings.showwarning, logging.getLogger("posthoc").handlers)
+    assert after == before
+
+
+def test_sigterm_removes_temporary_files(tmp_path):
+    code = f"""
+import time, typer
+from posthoc.cli.app import run
+from posthoc.io import atomic_path
+
+def write() -> None:
+    with atomic_path({str(tmp_path / "table.csv")!r}):
+        print("ready", flush=True)
+        time.sleep(600)
+
+app = typer.Typer()
+app.command()(write)
+run(app)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert len(os.listdir(tmp_path)) == 1
+        process.terminate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_missing_extra_says_what_to_install(monkeypatch, capsys):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from posthoc import FMGP, OptionError, PosthocError, load, open_outputs
+from posthoc import FMGP, OptionError, PosthocError, load, open_outputs, save_outputs
 from posthoc.cli import app
+from posthoc.cli.shared import read_value
 
 N, C, D = 120, 4, 6
 QUICK = ["--set", "steps=5", "--set", "num_inducing=6"]
@@ -153,7 +156,17 @@ def test_validation_data_stop_the_fit_early(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("fit classes.npz --task classification -o classes.npz", "found classes.npz there already: use --force"),
+        ("fit classes.npz --task classification -o odd.npz", "found odd.npz there already: use --force"),
+        ("fit classes.npz --task classification -o classes.npz --force", "another file to write than the input"),
+        ("fit classes.npz[:9] --task classification -o link --force", "found a link or a device: link"),
+        ("fit classes.npz --task classification -o fifo --force", "found a link or a device: fifo"),
+        ("fit classes.npz --task classification -o outputs/h", "outside folders of outputs, got outputs/h"),
+        ("fit classes.npz --task classification -o h --checkpoint outputs", "got a folder of outputs: outputs"),
+        ("fit classes.npz --task classification -o h --config fifo", "a TOML file of at most"),
+        ("fit classes.npz --task classification -o h --config deep.toml", "Expected TOML in deep.toml"),
+        ("fit classes.npz --task classification -o h --set steps=" + 5000 * "[", "steps"),
+        ("evaluate head.safetensors classes.npz --json head.safetensors --force", "than the input head.safetensors"),
+        ("predict head.safetensors table.csv -o table.csv --force", "than the input table.csv"),
         ("fit none.npz --task classification -o h", "found nothing at none.npz"),
         ("fit classes.npz --task classification -o no/h", "Expected a folder to write h into"),
         ("fit classes.npz --task classification -o h --method fgmp", "Expected a method among dropout, ella"),
@@ -168,23 +181,75 @@ def test_validation_data_stop_the_fit_early(folder: Path) -> None:
         ("fit classes.npz[500:] --task classification -o h", "Expected a range with rows in it"),
         ("fit bad.toml --task classification -o h", "bad.toml"),
         ("predict head.safetensors classes.npz -o p.json", "a .parquet or a .csv"),
-        ("predict head.safetensors classes.npz -o classes.npz", "there already"),
+        ("predict head.safetensors classes.npz -o table.csv", "there already"),
         ("predict head.safetensors narrow.npz -o p.csv", "Expected features of width 6 as in fit, got 3"),
         ("predict head.safetensors reals.npz -o p.csv", r"outputs of shape"),
         ("predict classes.npz classes.npz -o p.csv", "Expected a safetensors file written by posthoc"),
         ("evaluate head.safetensors odd.npz", "Expected targets to score"),
         ("evaluate none classes.npz", "found no file at none"),
-        ("evaluate head.safetensors classes.npz --json classes.npz", "there already"),
+        ("evaluate head.safetensors classes.npz --json odd.npz", "there already"),
     ],
 )
 def test_bad_input_is_told_in_words_and_leaves_nothing(folder: Path, arguments: str, message: str) -> None:
     fit()
     (folder / "bad.toml").write_text("steps = = 3")
+    (folder / "deep.toml").write_text("steps = " + 5000 * "[")
+    (folder / "table.csv").write_text("outputs_0,outputs_1\n1,2\n")
+    (folder / "link").symlink_to("classes.npz")
+    os.mkfifo(folder / "fifo")
+    save_outputs(open_outputs("classes.npz"), "outputs")
     np.savez(folder / "narrow.npz", outputs=np.zeros((5, C)), features=np.zeros((5, 3)))
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     with pytest.raises(PosthocError, match=message):
         posthoc(*arguments.split())
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *((text, True) for text in ("true", "True", "yes", "on")),
+        *((text, False) for text in ("false", "False", "no", "Off")),
+        *(("3", 3), ("0.5", 0.5), ("shared", "shared"), ("'a'", "a"), ("[1, 2]", [1, 2]), ("yes!", "yes!")),
+    ],
+)
+def test_values_of_set_are_read_as_people_write_them(text: str, value: Any) -> None:
+    assert read_value(text) == value
+    assert type(read_value(text)) is type(value)
+
+
+def test_a_boolean_option_is_set_by_any_of_its_spellings(folder: Path) -> None:
+    heads = {}
+    for text in ("False", "no", "false", "True"):
+        fit("classification", "--set", f"standardize={text}", "--force")
+        heads[text] = (folder / "head.safetensors").read_bytes()
+    assert heads["False"] == heads["no"] == heads["false"] != heads["True"]
+
+
+def test_seeds_that_are_too_large_are_refused(folder: Path) -> None:
+    arguments = ["fit", "classes.npz", "-o", "h", "--seed", "18446744073709551616"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "9223372036854775807" in result.output
+
+
+def test_the_task_is_known_from_the_targets(folder: Path) -> None:
+    assert "taken as classification" in posthoc("fit", "classes.npz", "-o", "a", "--method", "temperature")
+    assert "taken as regression" in posthoc("fit", "reals.npz", "-o", "b", "--method", "map")
+    assert "taken as" not in posthoc("fit", "reals.npz", "-o", "c", "--method", "map", "--task", "regression")
+
+
+@pytest.mark.parametrize(("options", "advice"), [((), "with --checkpoint FOLDER"), (("--checkpoint", "c"), "--resume")])
+def test_an_interrupted_fit_says_how_to_resume(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], advice: str
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FMGP, "fit", interrupted)
+    result = CliRunner().invoke(app, ["fit", "classes.npz", "-o", "h", *options])
+    assert result.exit_code == 130
+    assert advice in result.output
 
 
 @pytest.mark.parametrize(

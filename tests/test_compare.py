@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import csv
+import fcntl
 import json
 import math
 import os
+import signal
+import subprocess
 import sys
+import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -402,6 +406,28 @@ def test_a_process_that_is_killed_is_noticed():
         command.in_fresh_process(os._exit, 9)
 
 
+def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
+    code = (
+        "import time\n"
+        "from posthoc.cli.compare import in_fresh_process\n"
+        "from tests.cases import hold_lock\n"
+        f"if __name__ == '__main__': in_fresh_process(hold_lock, {str(tmp_path)!r})"
+    )
+    (tmp_path / "parent.py").write_text(code)
+    for end in (signal.SIGKILL, signal.SIGINT):
+        root = str(Path(__file__).parent.parent)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, root])}
+        with subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], env=environment, stderr=-3) as parent:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "ready").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            os.kill(parent.pid, end)
+        with (tmp_path / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # waits until the child has ended
+        (tmp_path / "ready").unlink()
+
+
 def test_command_says_so_where_nothing_applies(folder: Path) -> None:
     result = CliRunner().invoke(
         app, ["reals.npz", "--test", "reals.npz", "-o", "r", "--methods", "dropout,temperature"]
@@ -427,6 +453,7 @@ def test_an_interrupted_command_keeps_what_was_done(folder: Path, monkeypatch: p
     [
         ("train.npz --test test.npz -o taken --methods map", "found taken/table.md there already"),
         ("train.npz --test test.npz -o train.npz --methods map", "Expected a folder, found a file"),
+        ("taken/table.csv --test test.npz -o taken --methods map --force", "than the input taken/table.csv"),
         ("train.npz --test test.npz -o r --methods map,laplase", "got 'laplase'"),
         ("train.npz --test test.npz -o r --methods map --set steps=3", "Expected options of a method that is compared"),
         ("train.npz --test test.npz -o r --methods map --set fmgp.steps=3", "The methods are: map"),
@@ -442,6 +469,7 @@ def test_bad_input_is_told_before_the_work(folder: Path, arguments: str, message
     np.savez(folder / "bare.npz", outputs=np.zeros((5, 4)))
     (folder / "taken").mkdir()
     (folder / "taken/table.md").write_text("mine")
+    (folder / "taken/table.csv").write_bytes((folder / "train.npz").read_bytes())
     before = sorted(str(path) for path in folder.rglob("*"))
     with pytest.raises(PosthocError, match=message):
         posthoc(*arguments.split())

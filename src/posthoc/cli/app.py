@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 import sys
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import typer
 
 from posthoc.cli import collect, compare, demo, evaluate, fit, predict, report
+from posthoc.cli.shared import log_to_stderr
 from posthoc.errors import PosthocError, PosthocWarning
 
 __all__ = ["app", "main", "run"]
 
+LONGEST_MESSAGE = 1000
+"""The most characters of an error message."""
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-COMMANDS = (
+for command in (
     demo.demo,
     collect.collect,
     fit.fit,
@@ -22,13 +30,12 @@ COMMANDS = (
     evaluate.evaluate,
     compare.compare,
     report.report,
-)
-for command in COMMANDS:
+):
     app.command()(command)
 
 
 def print_version(wanted: bool) -> None:
-    """Prints the version and stops."""
+    """Print the version and stop."""
     if wanted:
         from posthoc import __version__
 
@@ -49,21 +56,46 @@ def main() -> None:
 
 
 def run(app: typer.Typer) -> None:
-    """Run a command line: errors we know become one line and exit code 1, warnings become one line."""
-    plain = warnings.showwarning
+    """Run a command line: known errors become one line and exit code 1, warnings become one line."""
+    with messages_on_stderr():
+        try:
+            app()
+        except PosthocError as error:
+            fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
+        except OSError as error:
+            fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "))
+
+
+def fail(message: str) -> NoReturn:
+    """Print an error and exit. Control characters, which names in files may contain, are escaped."""
+    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in message)
+    if len(shown) > LONGEST_MESSAGE:
+        shown = f"{shown[: LONGEST_MESSAGE - 300]} ... {shown[-290:]}"
+    typer.echo(f"posthoc: {shown}", err=True)
+    sys.exit(1)
+
+
+@contextmanager
+def messages_on_stderr() -> Iterator[None]:
+    """Inside, warnings and log messages are lines on stderr, and SIGTERM raises SystemExit, so that temporary files
+    are removed."""
+    show_warning = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, PosthocWarning):
             typer.echo(f"posthoc: {message}", err=True)
         else:
-            plain(message, category, *where, **more)
+            show_warning(message, category, *where, **more)
 
+    def terminate(number: int, frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    handler = log_to_stderr()
+    previous = signal.signal(signal.SIGTERM, terminate)
     warnings.showwarning = show
     try:
-        app()
-    except PosthocError as error:
-        typer.echo("\n".join([f"posthoc: {error}", *getattr(error, "__notes__", ())]), err=True)
-        sys.exit(1)
-    except OSError as error:
-        typer.echo(f"posthoc: {error.strerror or error}: {error.filename or ''}".rstrip(": "), err=True)
-        sys.exit(1)
+        yield
+    finally:
+        warnings.showwarning = show_warning
+        signal.signal(signal.SIGTERM, previous)
+        logging.getLogger("posthoc").removeHandler(handler)

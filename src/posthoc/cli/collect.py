@@ -3,117 +3,73 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posthoc.cli.options import Engine
+from posthoc.cli.shared import Engine, interruptible
 
 if TYPE_CHECKING:
     from posthoc.collect.outputs import Outputs
 
 __all__ = ["collect"]
 
-PREDICTOR, DATA, RUNNING = "Predictor", "Data", "Running"
-"""How the options are grouped in the help."""
+MAX_WORKERS = 8
+"""The most processes that read data, unless --workers asks for more."""
 
-WORKERS = 8
-"""The most processes that read data, unless more are asked for."""
+predictor_option = partial(typer.Option, rich_help_panel="Predictor")
+data_option = partial(typer.Option, rich_help_panel="Data")
+run_option = partial(typer.Option, rich_help_panel="Running")
+
+PREDICTOR = (
+    "torchvision:NAME, timm:NAME, hf:NAME-OR-FOLDER, package.module:function, or a file: ONNX (.onnx), TorchScript "
+    "(.pt, .ts) or torch.export (.pt2)."
+)
+DATA = (
+    "A folder of images (one sub-folder a class, or images alone), a .parquet, .csv, .jsonl or .npz file, or "
+    "hf:NAME-OR-FOLDER:SPLIT."
+)
+LAYER = (
+    "The layer whose output is stored as features, by its name in the network; for ONNX and TorchScript, another "
+    "output of theirs. Default: the input of the last linear layer."
+)
+WEIGHTS = (
+    "Published weights (DEFAULT, IMAGENET1K_V2; a timm tag; a revision on the hub), or a file: .safetensors, or a "
+    "state_dict that torch.save wrote. none: the function of an import string loads its own."
+)
+TRANSFORM = (
+    "package.module:function, which gets one input (a PIL.Image in RGB, a text, or an array of numbers) and returns a "
+    "tensor without a batch axis; or none (images as numbers in [0, 1]). Default: what belongs to the weights."
+)
+TRUST = "Allow what runs code of its own: import strings, TorchScript and torch.export files."
+INPUT_COLUMN = "The column of the inputs; repeat it for several columns of numbers. Default: image, text, inputs, x ..."
+TARGET_COLUMN = "The column of the targets. Default: label, target, y ..."
+WORKERS = (
+    f"Processes that read the data (default: one a processor, at most {MAX_WORKERS}; none for .npz), or Ray's actors "
+    "(default: one a GPU, or else one a processor)."
+)
 
 
 def collect(
-    predictor: Annotated[
-        str,
-        typer.Argument(
-            metavar="PREDICTOR",
-            help="torchvision:NAME, timm:NAME, hf:NAME-OR-FOLDER, package.module:factory, or a file: ONNX (.onnx), "
-            "TorchScript (.pt, .ts) or torch.export (.pt2).",
-        ),
-    ],
-    data: Annotated[
-        str,
-        typer.Argument(
-            metavar="DATA",
-            help="A folder of images (one sub-folder a class, or images alone), a .parquet or .npz file, or "
-            "hf:NAME-OR-FOLDER:SPLIT.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write; a killed run goes on in it.")],
-    layer: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=PREDICTOR,
-            help="The layer whose output is stored as features, by its name in the network; for ONNX and TorchScript, "
-            "another output of theirs. Default: the input of the last linear layer.",
-        ),
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=PREDICTOR,
-            help="Published weights (DEFAULT, IMAGENET1K_V2; a timm tag; a revision on the hub), or a file of weights: "
-            ".safetensors, or a state_dict that torch.save wrote.",
-        ),
-    ] = None,
-    transform: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=PREDICTOR,
-            help="package.module:function of one input, or none (images as numbers in [0, 1]). Default: the one that "
-            "belongs to the weights.",
-        ),
-    ] = None,
-    trust_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-code",
-            rich_help_panel=PREDICTOR,
-            help="Allow what runs code of its own: import strings, TorchScript and torch.export files.",
-        ),
-    ] = False,
-    input_column: Annotated[
-        list[str] | None,
-        typer.Option(
-            rich_help_panel=DATA,
-            help="The column of the inputs; repeat it for several columns of numbers. Default: one of a usual name "
-            "(image, text, inputs, x).",
-        ),
-    ] = None,
-    target_column: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=DATA,
-            help="The column of the targets. Default: one of a usual name (label, target, y).",
-        ),
-    ] = None,
-    inputs: Annotated[
-        bool, typer.Option("--inputs/--no-inputs", rich_help_panel=DATA, help="Store the flattened inputs too.")
-    ] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=RUNNING, help="cpu, cuda, cuda:1. Default: a GPU if there is one."),
-    ] = None,
-    batch_size: Annotated[
-        int, typer.Option(min=1, rich_help_panel=RUNNING, help="Rows that the predictor is run on at a time.")
-    ] = 64,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            rich_help_panel=RUNNING,
-            help=f"Processes that read the data (default: one a processor, at most {WORKERS}; none for .npz), or Ray's "
-            "actors (default: one a GPU, or else one a processor).",
-        ),
-    ] = None,
-    engine: Annotated[
-        Engine, typer.Option(rich_help_panel=RUNNING, help="This process, or a Ray cluster.")
-    ] = Engine.local,
-    force: Annotated[
-        bool, typer.Option("--force", rich_help_panel=RUNNING, help="Start the folder over, whatever is in it.")
-    ] = False,
+    predictor: Annotated[str, typer.Argument(metavar="PREDICTOR", help=PREDICTOR)],
+    data: Annotated[str, typer.Argument(metavar="DATA", help=DATA)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
+    layer: Annotated[str | None, predictor_option(help=LAYER)] = None,
+    weights: Annotated[str | None, predictor_option(help=WEIGHTS)] = None,
+    transform: Annotated[str | None, predictor_option(help=TRANSFORM)] = None,
+    trust_code: Annotated[bool, predictor_option("--trust-code", help=TRUST)] = False,
+    input_column: Annotated[list[str] | None, data_option(help=INPUT_COLUMN)] = None,
+    target_column: Annotated[str | None, data_option(help=TARGET_COLUMN)] = None,
+    inputs: Annotated[bool, data_option("--inputs/--no-inputs", help="Store the flattened inputs too.")] = False,
+    device: Annotated[str | None, run_option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")] = None,
+    batch_size: Annotated[int, run_option(min=1, help="Rows that the predictor is run on at a time.")] = 64,
+    workers: Annotated[int | None, run_option(min=0, help=WORKERS)] = None,
+    engine: Annotated[Engine, run_option(help="This process, or a Ray cluster.")] = Engine.local,
+    force: Annotated[bool, run_option("--force", help="Start the folder over, whatever is in it.")] = False,
 ) -> None:
-    """Runs a predictor once over a data set and stores what it said: outputs, features and targets.
+    """Runs a predictor once over a data set and stores its outputs, the features and the targets.
 
     The folder is all that the other commands need; it is mapped, never held in memory.
     Run the same command again after a crash, and it goes on where it was.
@@ -138,17 +94,17 @@ def collect(
         device=device,
         trust_code=trust_code,
     )
-    try:
+    with interruptible(f"run the same command again to go on in {out}"):
         if engine is Engine.ray:
             from posthoc.integrations.ray import collect_with_ray
 
-            found = collect_with_ray(plan, out, batch_size=batch_size, actors=workers, force=force)
+            collected = collect_with_ray(plan, out, batch_size=batch_size, actors=workers, force=force)
         else:
             from posthoc.collect.to_folder import collect_to_folder
 
             opened = plan.open()
-            readers = min(WORKERS, os.cpu_count() or 1) if opened.data.costly else 0
-            found = collect_to_folder(
+            readers = min(MAX_WORKERS, os.cpu_count() or 1) if opened.data.costly else 0
+            collected = collect_to_folder(
                 opened.backbone,
                 opened.data,
                 out,
@@ -159,14 +115,11 @@ def collect(
                 workers=readers if workers is None else workers,
                 force=force,
             )
-    except KeyboardInterrupt:
-        typer.echo(f"posthoc: interrupted; run the same command again to go on in {out}", err=True)
-        raise typer.Exit(130) from None
-    typer.echo(f"wrote {out}: {describe(found)}")
+    typer.echo(f"wrote {out}: {describe(collected)}")
 
 
 def describe(outputs: Outputs) -> str:
-    """How many rows of what."""
+    """The number of rows and the shapes of the arrays, in words."""
     parts = {name: getattr(outputs, name) for name in ("outputs", "features", "inputs", "targets")}
     widths = [
         f"{name} of {' x '.join(map(str, part.shape[1:])) or '1'}" for name, part in parts.items() if part is not None

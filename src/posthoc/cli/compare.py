@@ -1,10 +1,12 @@
-"""`posthoc compare`: every method that files of outputs are enough for, in one table."""
+"""`posthoc compare`: every method that files of outputs suffice for, in one table."""
 
 from __future__ import annotations
 
 import json
 import math
 import multiprocessing
+import os
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -15,21 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from posthoc.cli.fit import DATA, Kind, Task, build, describe
-from posthoc.cli.options import (
-    Device,
-    Features,
-    Force,
-    Inputs,
-    OutputColumns,
-    Targets,
-    open_data,
-    read_config,
-)
-from posthoc.errors import FileError, OptionError
+from posthoc.cli import shared
+from posthoc.errors import OptionError
 
 if TYPE_CHECKING:
-    from posthoc.base import Method
     from posthoc.collect.outputs import Outputs
     from posthoc.evaluate.compare import Comparison, Row
 
@@ -39,25 +30,23 @@ T = TypeVar("T")
 
 
 def compare(
-    train: Annotated[str, typer.Argument(help=DATA)],
+    train: Annotated[str, typer.Argument(help=shared.DATA)],
     test: Annotated[str, typer.Option(help="Outputs and targets that neither the network nor any method has seen.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for a file a method, table.md and table.csv.")],
     methods: Annotated[str, typer.Option(help="all, or names with commas between: fmgp,temperature.")] = "all",
-    task: Annotated[Task | None, typer.Option(help="What is predicted.", show_default="known from the targets")] = None,
+    task: shared.TaskOption = None,
     ood: Annotated[str | None, typer.Option(help="Outputs on data from elsewhere, to tell from the test data.")] = None,
-    val: Annotated[str | None, typer.Option(help="More outputs, to stop early or to choose by.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Options as TOML, a table for each method.")] = None,
+    val: Annotated[str | None, typer.Option(help="More outputs, for early stopping or choices.")] = None,
+    config: shared.Config = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="One of them: --set fmgp.steps=2000.")] = None,
-    outputs_are: Annotated[
-        Kind | None, typer.Option(help="What a classifier's outputs are.", show_default="logits")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.", min=0)] = 0,
-    device: Device = None,
-    outputs: OutputColumns = None,
-    targets: Targets = None,
-    features: Features = None,
-    inputs: Inputs = None,
-    force: Force = False,
+    outputs_are: shared.OutputsAre = None,
+    seed: shared.Seed = 0,
+    device: shared.Device = None,
+    outputs: shared.OutputColumns = None,
+    targets: shared.Targets = None,
+    features: shared.Features = None,
+    inputs: shared.Inputs = None,
+    force: shared.Force = False,
 ) -> None:
     """Fits every method on the same outputs, scores it on others, and prints one table: how good each is, and its cost.
 
@@ -69,118 +58,169 @@ def compare(
     posthoc compare fit.npz --test test.npz --methods map,fmgp --set fmgp.steps=2000 -o results
     """
     from posthoc.evaluate.compare import Comparison, Row
-    from posthoc.methods import REGISTRY
+    from posthoc.methods import REGISTRY, method_named
 
-    names = list(REGISTRY) if methods == "all" else asked(methods)
-    options = by_method(read_config(config, set_ or []), names)
-    from posthoc.methods import method_named
-
-    places = {"train": train, "test": test, "ood": ood, "val": val}
-    files = Files({role: path for role, path in places.items() if path is not None}, outputs, targets, features, inputs)
-    kind, sizes = check(files, task, outputs_are)
+    names = list(REGISTRY) if methods == "all" else known_methods(methods)
+    options = options_by_method(shared.read_config(config, set_ or []), names)
+    paths = {"train": train, "test": test, "ood": ood, "val": val}
+    files = Files({k: v for k, v in paths.items() if v is not None}, shared.Columns(outputs, targets, features, inputs))
+    kind, sizes = check_data(files, task, outputs_are)
     common: dict[str, Any] = {"seed": seed} | ({"outputs_are": outputs_are.value} if outputs_are is not None else {})
     trials = [
         Trial(name, kind, {**method_named(name).known_options(common), **options.get(name, {})}, device, files, seed)
         for name in names
     ]
-    refused = {trial.name: reason for trial in trials if (reason := trial.refused(asked=trial.name in options))}
-    tried = [name for name in names if name not in refused]
-    folder = claimed(out, [f"{name}-{seed}.json" for name in tried], force) if tried else out
-    comparison = Comparison(kind, tuple(Row(name, error=why, applies=False) for name, why in refused.items()))
+    reasons = {trial.name: trial.reason_against(strict=trial.name in options) for trial in trials}
+    rows = [Row(name, error=reason, applies=False) for name, reason in reasons.items() if reason is not None]
+    trials = [trial for trial in trials if reasons[trial.name] is None]
+    written = [*(f"{trial.name}-{seed}.json" for trial in trials), "table.md", "table.csv"]
+    if trials:
+        claim_folder(out, written, force, inputs=(*files.paths.values(), config))
+    comparison = Comparison(kind, tuple(rows))
     interrupted = False
     try:
-        for trial in (trial for trial in trials if trial.name not in refused):
+        for trial in trials:
             typer.echo(f"{trial.name} ...", err=True)
             row, record = trial.run()
-            write(folder / f"{trial.name}-{seed}.json", json.dumps(record, indent=2) + "\n")
+            shared.write_text(out / f"{trial.name}-{seed}.json", json.dumps(record, indent=2) + "\n")
             comparison = replace(comparison, rows=(*comparison.rows, row))
-            write_tables(comparison, folder)
+            write_tables(comparison, out)
     except KeyboardInterrupt:
         interrupted = True
     comparison.show(title=f"Fitted on {sizes['train']}, scored on {sizes['test']}")
     if interrupted or not comparison.figures:
         reason = "interrupted" if interrupted else "no method could be fitted to these data"
         typer.echo(f"posthoc: {reason}", err=True)
-        raise typer.Exit(130 if interrupted else 1)
-    typer.echo(f"wrote {', '.join(f'{name}-{seed}.json' for name in tried)}, table.md and table.csv to {folder}")
+        raise typer.Exit(shared.INTERRUPTED if interrupted else 1)
+    typer.echo(f"wrote {', '.join(written)} to {out}")
+
+
+# Before the fits
+
+
+def known_methods(text: str) -> list[str]:
+    """The methods of --methods, each once."""
+    from posthoc.methods import method_named
+
+    return list(dict.fromkeys(method_named(name.strip()).name for name in text.split(",")))
+
+
+def options_by_method(options: dict[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
+    """The options of each method, from tables and from dotted names."""
+    tables: dict[str, dict[str, Any]] = {}
+    for key, value in options.items():
+        name, dot, option = key.partition(".")
+        if name not in names or not (dot or isinstance(value, dict)):
+            raise OptionError(
+                f"Expected options of a method that is compared, fmgp.steps or a table [fmgp], got {key!r}. "
+                f"The methods are: {', '.join(names)}."
+            )
+        tables.setdefault(name, {}).update({option: value} if dot else value)
+    return tables
+
+
+def check_data(files: Files, task: shared.Task | None, outputs_are: shared.Kind | None) -> tuple[str, dict[str, str]]:
+    """The task, and the sizes of the files in words, if they are all there and fit each other."""
+    from posthoc.evaluate.compare import reread, task_of
+    from posthoc.methods import MAP
+
+    data = {role: reread(role, files.open(role)) for role in files.paths}
+    kind = task.value if task is not None else task_of(None, data["train"])
+    if "ood" in data and kind != shared.Task.classification:
+        raise OptionError("Out-of-distribution data are for classification: leave --ood out for regression.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # every method will give these warnings
+        bare = MAP(None, kind, outputs_are=outputs_are.value if outputs_are is not None else "logits")
+        for role in ("test", "val"):
+            if role in data:
+                bare.fit(data["train"], val=data[role])
+        if "ood" in data:
+            bare.predict(data["ood"][:1])
+    return kind, {role: shared.describe(rows) for role, rows in data.items()}
+
+
+def claim_folder(folder: Path, names: list[str], force: bool, inputs: tuple[str | Path | None, ...]) -> None:
+    """Make the folder, and refuse it where a file to write must not be written."""
+    from posthoc.io import require_folder
+
+    if folder.is_dir():
+        for name in names:
+            shared.require_output(folder / name, force=force, inputs=inputs)
+    require_folder(folder)
 
 
 def write_tables(comparison: Comparison, folder: Path) -> None:
-    """What there is so far: a long comparison may be interrupted."""
+    """Write the rows so far: a long comparison may be interrupted."""
     from posthoc.evaluate.report.tables import csv_table, markdown_table
 
     notes = "".join(f"\n- {note}" for note in comparison.notes())
-    write(folder / "table.md", markdown_table(comparison.task, comparison.figures) + (f"{notes}\n" if notes else ""))
-    write(folder / "table.csv", csv_table(comparison.figures))
+    table = markdown_table(comparison.task, comparison.figures)
+    shared.write_text(folder / "table.md", table + (f"{notes}\n" if notes else ""))
+    shared.write_text(folder / "table.csv", csv_table(comparison.figures))
+
+
+# The fits
 
 
 @dataclass(frozen=True)
 class Files:
-    """Paths of outputs by what they are for, and the columns of tables."""
+    """Paths of outputs by their role, and the columns of tables."""
 
     paths: dict[str, str]
-    outputs: str | None
-    targets: str | None
-    features: str | None
-    inputs: str | None
+    columns: shared.Columns
 
     def open(self, role: str) -> Outputs | None:
         if role not in self.paths:
             return None
-        targets = self.targets if role != "ood" else None
-        return open_data(self.paths[role], self.outputs, targets, self.features, self.inputs)
+        columns = replace(self.columns, targets=None) if role == "ood" else self.columns
+        return columns.open(self.paths[role])
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One method on files, as a process of its own is told of it."""
+    """One method on files, in words that can be sent to another process."""
 
     name: str
     task: str
     options: dict[str, Any]
     device: str | None
     files: Files
-    seed: int
+    seed: int | None
 
-    def make(self) -> Method:
-        return build(self.name, self.task, self.options, self.device)
-
-    def refused(self, *, asked: bool) -> str | None:
-        """Why this method is not for such files, if that is known without them. Options that were asked for are wrong
-        at once."""
+    def reason_against(self, *, strict: bool) -> str | None:
+        """Why the method is not for such files, if that is known without them; raises it if `strict`."""
         from posthoc.evaluate.compare import REFUSALS
         from posthoc.methods import method_named
 
         if not method_named(self.name).black_box:
             return "needs the network itself: use posthoc.compare(model, ...) in Python."
         try:
-            self.make()
+            shared.build_method(self.name, self.task, self.options, self.device)
         except REFUSALS as error:
-            if asked:
+            if strict:
                 raise
             return str(error)
         return None
 
     def run(self) -> tuple[Row, dict[str, Any]]:
-        """The row of this method, and all that is to be known of it."""
+        """The row of this method, and the record for its file."""
         from posthoc.evaluate.compare import Row
         from posthoc.evaluate.cost import machine, versions
 
-        told: list[str] = []
+        messages: list[str] = []
         try:
-            row, configuration, told = in_fresh_process(in_this_process, self)
+            row, configuration, messages = in_fresh_process(fit_and_score, self)
         except BrokenProcessPool:
             row = Row(self.name, error="its process was killed; was there memory enough?")
             configuration = {"options": self.options}
-        for text in told:
-            typer.echo(f"posthoc: {self.name}: {text}", err=True)
-        record = {
-            **{
-                key: value
-                for key, value in asdict(replace(row, fitted=None)).items()
-                if key not in ("figures", "fitted")
-            },
-            **{figure: value if math.isfinite(value) else None for figure, value in row.figures.items()},
+        for message in messages:
+            typer.echo(f"posthoc: {self.name}: {message}", err=True)
+        record = asdict(row)
+        figures = record.pop("figures")
+        del record["fitted"]
+        return row, {
+            **record,
+            **{name: value if math.isfinite(value) else None for name, value in figures.items()},
             "task": self.task,
             "seed": self.options.get("seed", self.seed),
             "device": self.device or "cpu",
@@ -189,91 +229,49 @@ class Trial:
             "versions": versions(),
             "machine": machine(),
         }
-        return row, record
 
 
 def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
+    """The result of a function in a process of its own, which ends when this one does, however that ends."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=exit_with_parent) as pool:
+        try:
+            return pool.submit(function, *args).result()
+        except (KeyboardInterrupt, SystemExit):
+            for child in multiprocessing.active_children():
+                child.kill()
+            raise
 
 
-def in_this_process(trial: Trial) -> tuple[Row, dict[str, Any], list[str]]:
-    """A trial's row, its method's configuration, and what it warned of."""
+def exit_with_parent() -> None:
+    """Watch the parent process, and end this one when the parent has ended."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def fit_and_score(trial: Trial) -> tuple[Row, dict[str, Any], list[str]]:
+    """A trial's row, its method's configuration, and its warnings."""
     from posthoc.errors import PosthocWarning
-    from posthoc.evaluate.compare import trial as tried
-    from posthoc.evaluate.cost import warm_up
+    from posthoc.evaluate import compare, cost
 
+    shared.log_to_stderr()
     data = {role: trial.files.open(role) for role in ("train", "test", "val", "ood")}
-    warm_up(trial.device)
+    cost.warm_up(trial.device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", PosthocWarning)
-        row = tried(trial.name, trial.make, **data)
+        row = compare.trial(
+            trial.name, lambda: shared.build_method(trial.name, trial.task, trial.options, trial.device), **data
+        )
     configuration: dict[str, Any] = {"options": trial.options}
     if (method := row.fitted) is not None:
         header = method._header()
         configuration = {**header, "options": {**trial.options, **header["config"]}}
-    told = dict.fromkeys(str(warning.message) for warning in caught)
-    return replace(row, fitted=None), json.loads(json.dumps(configuration, default=str)), list(told)
-
-
-def asked(methods: str) -> list[str]:
-    """Names of methods, each known and each once."""
-    from posthoc.methods import method_named
-
-    names = [name.strip() for name in methods.split(",")]
-    for name in names:
-        method_named(name)
-    return list(dict.fromkeys(names))
-
-
-def by_method(options: dict[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
-    """Options of each method, from tables and from dotted names."""
-    found: dict[str, dict[str, Any]] = {}
-    for key, value in options.items():
-        name, dot, option = key.partition(".")
-        if name not in names or not (dot or isinstance(value, dict)):
-            raise OptionError(
-                f"Expected options of a method that is compared, fmgp.steps or a table [fmgp], got {key!r}. "
-                f"The methods are: {', '.join(names)}."
-            )
-        found.setdefault(name, {}).update({option: value} if dot else value)
-    return found
-
-
-def check(files: Files, task: Task | None, outputs_are: Kind | None) -> tuple[str, dict[str, str]]:
-    """The task, and the sizes of the files in words, if they are all there and fit each other."""
-    from posthoc.evaluate.compare import reread, task_of
-    from posthoc.methods import MAP
-
-    data = {role: reread(role, files.open(role)) for role in files.paths}
-    kind = task.value if task is not None else task_of(None, data["train"])
-    if "ood" in data and kind != Task.classification:
-        raise OptionError("Out-of-distribution data are for classification: leave --ood out for regression.")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # every method will say it
-        bare = MAP(None, kind, outputs_are=outputs_are.value if outputs_are is not None else "logits")
-        for held_out in (role for role in ("test", "val") if role in data):
-            bare.fit(data["train"], val=data[held_out])
-        if "ood" in data:
-            bare.predict(data["ood"][:1])
-    return kind, {role: describe(rows) for role, rows in data.items()}
-
-
-def claimed(folder: Path, names: list[str], force: bool) -> Path:
-    """A folder where none of these files, nor a table, is there yet (or may be replaced)."""
-    from posthoc.io import require_folder
-
-    there = [name for name in (*names, "table.md", "table.csv") if (folder / name).exists()]
-    if there and not force:
-        raise FileError(
-            f"Expected a folder for new results, found {folder / there[0]} there already: use --force, or another."
-        )
-    return require_folder(folder)
-
-
-def write(path: Path, text: str) -> None:
-    from posthoc.io import atomic_path
-
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    messages = dict.fromkeys(str(warning.message) for warning in caught)
+    return replace(row, fitted=None), json.loads(json.dumps(configuration, default=str)), list(messages)

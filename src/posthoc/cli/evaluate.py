@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from posthoc.cli.options import Device, Features, Force, Inputs, OutputColumns, Targets, open_data, refuse
+from posthoc.cli import shared
 
 __all__ = ["evaluate"]
 
@@ -18,33 +19,32 @@ def evaluate(
     test: Annotated[str, typer.Argument(help="Outputs and targets that neither network nor head has seen.")],
     ood: Annotated[str | None, typer.Option(help="Outputs on data from elsewhere, to tell from the test data.")] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="Write the figures there too.")] = None,
-    device: Device = None,
-    outputs: OutputColumns = None,
-    targets: Targets = None,
-    features: Features = None,
-    inputs: Inputs = None,
-    force: Force = False,
+    device: shared.Device = None,
+    outputs: shared.OutputColumns = None,
+    targets: shared.Targets = None,
+    features: shared.Features = None,
+    inputs: shared.Inputs = None,
+    force: shared.Force = False,
 ) -> None:
     """Scores a head on new data, beside the bare predictor (in regression: with its best constant noise)."""
     if json_ is not None:
-        refuse(json_, force)
+        shared.require_output(json_, force=force, inputs=(head, test, ood))
     from posthoc import methods
     from posthoc.evaluate.evaluate import evaluate as evaluate_method
-    from posthoc.io import atomic_path
 
+    columns = shared.Columns(outputs, targets, features, inputs)
     method = methods.load(head, device=device)
-    rows = open_data(test, outputs, targets, features, inputs)
-    elsewhere = open_data(ood, outputs, None, features, inputs) if ood is not None else None
-    figures = evaluate_method(method, rows, ood=elsewhere)
+    rows = columns.open(test)
+    odd_rows = replace(columns, targets=None).open(ood) if ood is not None else None
+    figures = evaluate_method(method, rows, ood=odd_rows)
     show(figures, method.name, len(rows))
     if json_ is not None:
-        with atomic_path(json_) as temporary:
-            temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        shared.write_text(json_, json.dumps(figures, indent=2) + "\n")
         typer.echo(f"wrote {json_}")
 
 
 def show(figures: dict[str, float], name: str, rows: int) -> None:
-    """A table of both columns."""
+    """Print the figures of the bare predictor and of the head as a table."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`posthoc report`: a folder of results as one page to look at."""
+"""`posthoc report`: a folder of results as one HTML page."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Annotated
 
 import typer
 
-from posthoc.cli.options import Force, refuse
+from posthoc.cli.shared import Force, require_output
 
 __all__ = ["report"]
 
 
 def report(
-    results: Annotated[Path, typer.Argument(help="A folder that reproduce or compare wrote, or one of such folders.")],
+    results: Annotated[Path, typer.Argument(help="A folder that compare wrote, or a folder of such folders.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
     force: Force = False,
 ) -> None:
-    """Puts all that a folder of results has to show on one page: tables, charts, examples, and how it was run.
+    """Writes the results of a folder as one page: tables, charts, examples, and how it was run.
 
     The page is one HTML file that loads nothing: send it to anybody, open it in any browser.
 
@@ -26,8 +26,8 @@ def report(
     """
     from posthoc.evaluate.report.page import write_report
 
-    refuse(out, force)
-    found = write_report(results, out)
-    for warning in found.warnings:
+    require_output(out, force=force, inputs=(results,))
+    written = write_report(results, out)
+    for warning in written.warnings:
         typer.echo(f"posthoc: {warning}", err=True)
-    typer.echo(f"wrote {out}: {len(found.records)} runs")
+    typer.echo(f"wrote {out}: {len(written.records)} runs")

@@ -1,4 +1,4 @@
-"""Predictions as a table: one row a point, written as they come, as Parquet or CSV."""
+"""Predictions as a table with one row a point, written as they are made, as Parquet or CSV."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from posthoc.errors import MissingExtraError, OptionError
-from posthoc.io import atomic_path
+from posthoc.errors import OptionError
+from posthoc.io import atomic_path, writing
+from posthoc.optional import require
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.regression import RegressionPredictive
@@ -23,20 +24,27 @@ Columns = dict[str, np.ndarray[Any, Any]]
 
 
 def write_predictions(parts: Iterable[Predictive], path: str | os.PathLike[str]) -> int:
-    """Writes row, mean and std of a regression, or row, label, probs, entropy and std (of the logit of the predicted
-    class), and says how many rows. The file is whole or not there."""
+    """Write a table of predictions, whole or not at all.
+
+    Args:
+        parts: The predictions, some rows at a time.
+        path: The table. For regression its columns are row, mean and std; for classification they are row, label,
+            probs, entropy and std, which is the logit's of the label.
+
+    Returns:
+        The number of rows.
+    """
     write = require_table(path)
-    done = 0
-    with atomic_path(path) as temporary, write(temporary) as add:
+    rows = 0
+    with writing(path, "Make room, or write elsewhere."), atomic_path(path) as temporary, write(temporary) as add:
         for part in parts:
-            add(columns(part, done))
-            done += len(part)
-    return done
+            add(columns(part.cpu(), rows))
+            rows += len(part)
+    return rows
 
 
 def columns(part: Predictive, first: int) -> Columns:
-    """The columns of some rows, counted from `first`."""
-    part = part.cpu()
+    """The columns of some rows, numbered from `first`."""
     table: Columns = {"row": np.arange(first, first + len(part))}
     if isinstance(part, ClassificationPredictive):
         label = part.labels
@@ -51,16 +59,13 @@ def columns(part: Predictive, first: int) -> Columns:
 
 
 def require_table(path: str | os.PathLike[str]) -> Callable[[Path], Any]:
-    """How to write a table of that suffix, if it can be: to be asked before the work, not after it."""
+    """The function that writes a table of this suffix; raises, before the work, if there is none."""
     suffix = Path(path).suffix
     if suffix == ".csv":
         return write_csv
     if suffix != ".parquet":
         raise OptionError(f"Expected a table to write, a .parquet or a .csv, got {Path(path).name!r}.")
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("pyarrow", "tables", "Writing Parquet") from error
+    require("pyarrow", "tables", "Writing Parquet")
     return write_parquet
 
 
@@ -73,15 +78,15 @@ def write_parquet(path: Path) -> Iterator[Callable[[Columns], None]]:
 
     def add(table: Columns) -> None:
         nonlocal writer
-        arrays = {
-            name: pa.array(values)
-            if values.ndim == 1
-            else pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
-            for name, values in table.items()
-        }
-        block = pa.table(arrays)
-        if writer is None:
-            writer = pq.ParquetWriter(path, block.schema)
+        block = pa.table(
+            {
+                name: pa.array(values)
+                if values.ndim == 1
+                else pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+                for name, values in table.items()
+            }
+        )
+        writer = writer or pq.ParquetWriter(path, block.schema)
         writer.write_table(block)
 
     try:
