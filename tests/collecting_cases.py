@@ -117,8 +117,8 @@ def images(rows: int) -> list[Any]:
 def outputs(predictor: Predictor, inputs: list[Any]) -> Outputs:
     """What a predictor says of some inputs."""
     batch = Collate(predictor.transform, predictor.backbone.dtype)([(value, None) for value in inputs])
-    with predictor.backbone.running(features=True, inputs=False) as run:
-        return join([run(batch)])
+    with predictor.backbone.reading(features=True, inputs=False) as read:
+        return join([read(batch)])
 
 
 def image_folder(folder: Path, rows: int) -> Tensor:

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.collect import opened
-from posthoc.collect.arrays import arrays, as_tensor, is_arrays, is_pair
 from posthoc.collect.augmentation import Augmented
 from posthoc.collect.class_scores import Rounding, as_logits, find_rounding
 from posthoc.collect.data_warnings import doubt_logits, doubt_memorised
-from posthoc.collect.fingerprint import mark, refuse_another
-from posthoc.collect.loaders import iterate
-from posthoc.collect.network import Backbone, Reading, settled
-from posthoc.collect.outputs import Outputs, collect, read
+from posthoc.collect.fingerprint import fingerprint, require_same_network
+from posthoc.collect.loaders import arrays, is_arrays, is_pair, iterate
+from posthoc.collect.network import Backbone, collect
+from posthoc.collect.outputs import Outputs
 from posthoc.config import FeatureConfig, MethodConfig, ScoreConfig, SeedConfig, TrainingConfig, option
 from posthoc.errors import (
     DataError,
@@ -157,7 +156,7 @@ class Method(ABC):
         self.backbone = Backbone(model, self.layer, self.device) if model is not None else None
         self._fitted: Fitted | None = None
         self._width: tuple[int, ...] | None = None  # the shape of one row of outputs
-        self._network: dict[str, Any] | None = None  # the fingerprint of the network
+        self._network: str | None = None  # the fingerprint of the network
         self._rounding: Rounding | None = None  # of the probabilities of the fit
 
     def __repr__(self) -> str:
@@ -243,7 +242,7 @@ class Method(ABC):
         if held_out is not None:
             self._check_width(held_out, tuple(train.outputs.shape[1:]))
         self._warn_of(train, held_out)
-        network = mark(self.backbone.module) if self.backbone else None
+        network = fingerprint(self.backbone.module) if self.backbone else None
         if checkpoint is not None:
             checkpoint.of(
                 {
@@ -252,7 +251,7 @@ class Method(ABC):
                     "data": train.digest(),
                     "val": held_out.digest() if held_out is not None else None,
                     "num_data": num_data or len(train),
-                    "network": network["fingerprint"] if network is not None else None,
+                    "network": network,
                 }
             )
         fitted = self._fit(Job(train, held_out, num_data or len(train), data, checkpoint, val))
@@ -317,12 +316,10 @@ class Method(ABC):
         self._require_fitted("predict")
         predict, size = self._predictor(self._fitted, covariance=covariance), self._rows_at_once()
         with closing(self._stream(data, targets=targets)) as stream:
-            for outputs, settle in stream:
+            for outputs in stream:
                 for start in range(0, len(outputs), size):
-                    part = outputs[start : start + size]
+                    part = outputs[start : start + size] if len(outputs) > size else outputs
                     predictive = predict(part)
-                    if not start:
-                        settle()  # after the GPU has more work: the values of the outputs must be waited for
                     require_finite_prediction(predictive)
                     yield predictive, part
 
@@ -388,7 +385,7 @@ class Method(ABC):
         """The method that wrote these contents of a file. Tensors made in inference mode would be of no use later."""
         with torch.inference_mode(False), reading(path):
             method = cls(model, make_likelihood(header["likelihood"]), **cls.Config.from_dict(header["config"], given))
-            refuse_another(header["network"], method.backbone.module if method.backbone is not None else None)
+            require_same_network(header["network"], method.backbone.module if method.backbone is not None else None)
             shapes = sound_shapes(header["shapes"], tensors)
             method._width, method._network = tuple(shapes["outputs"]), header["network"]
             method._rounding = Rounding.restore(header["rounding"])
@@ -510,36 +507,24 @@ class Method(ABC):
         if found != width:
             raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}.")
 
-    def _stream(self, data: Any, *, targets: bool = False) -> Generator[tuple[Outputs, Callable[[], None]]]:
-        """Outputs, and for each what refuses them if they are not finite; with targets, of data as `fit` takes them."""
+    def _stream(self, data: Any, *, targets: bool = False) -> Generator[Outputs]:
+        """The outputs of one batch, or of every batch of a loader; with targets, of data as `fit` takes them."""
         data = arrays(opened(data))
         if isinstance(data, Outputs):
-            yield self._fitting(data, targets=targets), settled
+            yield self._fitting(data, targets=targets)
             return
         if isinstance(data, list) and is_pair(data) and not targets:
             raise DataError(
                 "Expected one batch or a loader, got a list of arrays, which could be (x, y) or several batches: give "
                 "a tuple (x, y), the inputs alone, or a DataLoader."
             )
-        one_batch = not targets and is_arrays(data)
-        with closing(self._readings(data, one_batch=one_batch)) as readings:
-            for reading in readings:
-                if len(reading.outputs):
-                    part = read(reading)
-                    if targets and reading.target is not None:
-                        part = part.with_targets(as_tensor(reading.target))
-                    yield self._fitting(part, targets=targets), reading.settle
-
-    def _readings(self, data: Any, *, one_batch: bool) -> Generator[Reading]:
-        """What the network says of one batch, or of every batch of a loader."""
         features, inputs = self._needs(fitted=True)
-        with self._require_backbone(data).running(features=features, inputs=inputs, width=self._width) as run:
-            if not one_batch:
-                for batch in iterate(data, CHUNK):
-                    yield run(batch)
-                return
-            reading = run(data)
-        yield reading  # the network was put back while a GPU still computes
+        backbone = self._require_backbone(data)
+        with backbone.reading(features=features, inputs=inputs, targets=targets, width=self._width) as read:
+            for batch in [data] if not targets and is_arrays(data) else iterate(data, CHUNK):
+                outputs = read(batch)
+                if len(outputs):
+                    yield self._fitting(outputs, targets=targets)
 
     def _fitting(self, outputs: Outputs, *, targets: bool) -> Outputs:
         assert self._width is not None
@@ -693,7 +678,7 @@ class OldMethod(Method):
             with reading(path):
                 saved = Saved(path, tensors, header, model, given.get("device"), extra)
             with saved.rebuilding():
-                refuse_another(header["network"], model if isinstance(model, nn.Module) else None)
+                require_same_network(header["network"], model if isinstance(model, nn.Module) else None)
                 method = cls._rebuild(saved)
                 method._rounding = Rounding.restore(header["rounding"])
             method._width, method._network = saved.width, header["network"]

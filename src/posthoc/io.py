@@ -268,7 +268,7 @@ HEAD_PARTS = {
     "likelihood": dict,
     "shapes": dict,
     "rounding": list | None,
-    "network": dict | None,
+    "network": str | None,
     "columns": list | None,
     "classes": list | None,
     "sha256": str,

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc.collect.arrays import as_tensor, is_array
-from posthoc.collect.loaders import iterate
+from posthoc.collect.loaders import as_tensor, is_array, iterate
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
 

@@ -1,9 +1,11 @@
-"""What users hand over, as a stream of batches: loaders, datasets, pairs of arrays, mappings like Hugging Face's."""
+"""Data as users have them, as a stream of batches: arrays, tables, mappings, datasets, loaders, iterables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from itertools import chain, islice
+from numbers import Number
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,16 +13,32 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from posthoc.collect.arrays import arrays, as_tensor, cut, is_array, is_arrays, is_list, is_numbers
 from posthoc.errors import DataError
 
-__all__ = ["TARGET_KEYS", "Batch", "iterate", "move", "read_batch"]
+__all__ = [
+    "TARGET_KEYS",
+    "Batch",
+    "arrays",
+    "as_tensor",
+    "change_tensors",
+    "copied",
+    "is_array",
+    "is_arrays",
+    "is_pair",
+    "iterate",
+    "move",
+    "read_batch",
+    "row_count",
+    "take",
+    "tensors_of",
+]
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+"""Keys under which mappings hold their targets, in order of preference."""
 
 
 class Batch(NamedTuple):
-    """How to call the predictor once, and what was true."""
+    """The arguments of one call of a network, and the targets."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -28,7 +46,7 @@ class Batch(NamedTuple):
 
 
 def read_batch(batch: Any) -> Batch:
-    """(x, y), (x₁, x₂, …, y), a mapping with its labels under a usual name, or inputs alone."""
+    """Takes a batch apart: (x, y), (x₁, x₂, …, y), a mapping with its targets under a usual key, or inputs alone."""
     if isinstance(batch, Mapping):
         kwargs = dict(batch)
         found = [key for key in TARGET_KEYS if key in kwargs]
@@ -43,14 +61,33 @@ def read_batch(batch: Any) -> Batch:
     return Batch((batch,), {}, None)
 
 
+# Batches.
+
+
 def iterate(data: Any, batch_size: int) -> Iterator[Any]:
-    """The batches in data: arrays are cut into rows of `batch_size`, datasets are loaded, loaders pass through."""
+    """Yields the batches of data.
+
+    Args:
+        data: Arrays, which are cut into rows of `batch_size`; a dataset, which is loaded; or batches, as a loader, a
+            list or a generator has them.
+        batch_size: Number of rows in a batch, where the data are not in batches yet.
+
+    Example:
+        >>> [len(x) for x, y in iterate((torch.zeros(5, 2), torch.zeros(5)), batch_size=2)]
+        [2, 2, 1]
+    """
     data = arrays(data)
     if is_arrays(data):
-        yield from cut(data, batch_size)
+        for start in range(0, row_count(data), batch_size):
+            yield take(data, slice(start, start + batch_size))
     elif is_dataset(data):
-        # A generator of its own: a DataLoader without one draws a seed from the global generator.
+        # With a generator of its own: a DataLoader without one draws a seed from the global generator.
         yield from DataLoader(data, batch_size=batch_size, collate_fn=collate, generator=torch.Generator())
+    elif is_list(data) and is_numbers(data):
+        raise DataError(
+            "Expected arrays or batches, got a list of numbers, which could be rows or batches: give an array, as "
+            "np.asarray(data, dtype=np.float32) makes it."
+        )
     elif isinstance(data, Iterable):
         yield from stream(data, batch_size)
     else:
@@ -69,18 +106,14 @@ def is_dataset(data: Any) -> bool:
     return len(data) > 0 and is_row(data[0])  # type: ignore[arg-type, index]
 
 
-def has_columns(data: Any) -> bool:
-    """Whether data are a dataset of Hugging Face's, whose items are rows."""
-    return hasattr(data, "column_names")
-
-
 def stream(data: Iterable[Any], size: int) -> Iterator[Any]:
-    """The batches of a loader, a list or a generator; an iterable dataset's rows, in batches."""
+    """Yields the batches of a loader, a list or a generator; of an iterable dataset's rows it makes batches."""
     items = iter(data)
     for first in items:
-        everything = chain([first], items)
-        if has_columns(data) or (isinstance(data, IterableDataset) and gives_rows(first)):
-            while rows := list(islice(everything, size)):
+        rest = chain([first], items)
+        # Hugging Face's datasets have column names, and their items are rows.
+        if hasattr(data, "column_names") or (isinstance(data, IterableDataset) and gives_rows(first)):
+            while rows := list(islice(rest, size)):
                 yield collate(rows)
         elif is_row(first):
             raise DataError(
@@ -88,11 +121,11 @@ def stream(data: Iterable[Any], size: int) -> Iterator[Any]:
                 "makes batches of them."
             )
         else:
-            yield from everything
+            yield from rest
 
 
 def is_row(item: Any) -> bool:
-    """Whether an item is surely one row and no batch: its target is one number, or longer or shorter than its input."""
+    """Whether an item must be one row: its target is one number, or longer or shorter than its input."""
     batch = read_batch(item)
     inputs, target = shapes([*batch.args, *batch.kwargs.values()]), shapes([batch.target])
     if not target or any(len(shape) > 1 and shape[0] == 1 for shape in inputs):
@@ -101,7 +134,7 @@ def is_row(item: Any) -> bool:
 
 
 def gives_rows(first: Any) -> bool:
-    """Whether an iterable dataset, which may give rows or batches, gives rows, as far as its first item tells."""
+    """Whether the first item of an iterable dataset is a row; it may be a batch."""
     batch = read_batch(first)
     found = shapes([*batch.args, *batch.kwargs.values(), batch.target])
     if any(not shape for shape in found) or len({shape[0] for shape in found}) > 1:
@@ -115,24 +148,22 @@ def gives_rows(first: Any) -> bool:
 
 
 def shapes(values: list[Any]) -> list[tuple[int, ...]]:
-    """Of those that are numbers or arrays."""
-    return [shape(value) for value in values if is_array(value) or is_numbers(value)]
+    return [shape_of(value) for value in values if is_array(value) or is_numbers(value)]
 
 
-def shape(value: Any) -> tuple[int, ...]:
+def shape_of(value: Any) -> tuple[int, ...]:
     if is_array(value):
         return tuple(value.shape)
-    return (len(value), *(shape(value[0]) if len(value) else ())) if is_list(value) else ()
+    return (len(value), *(shape_of(value[0]) if len(value) else ())) if is_list(value) else ()
 
 
 def collate(rows: list[Any]) -> Any:
-    """Rows as a batch; lists of numbers are taken for arrays, and real ones are left to be cast for the model."""
-    first = rows[0]
+    """Stacks rows to a batch. Lists of numbers become NumPy arrays, whose real numbers are cast for the network."""
     try:
-        if isinstance(first, tuple | list):
-            columns = [column(list(values)) for values in zip(*rows, strict=True)]
+        if isinstance(first := rows[0], tuple | list):
+            columns = [collate_column(list(values)) for values in zip(*rows, strict=True)]
             return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
-        return column(rows)
+        return collate_column(rows)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         raise DataError(
             f"Expected rows of numbers that can be stacked to a batch, got others ({error}): put the data into a "
@@ -140,30 +171,200 @@ def collate(rows: list[Any]) -> Any:
         ) from error
 
 
-def column(values: list[Any]) -> Any:
+def collate_column(values: list[Any]) -> Any:
     first = values[0]
     if isinstance(first, Mapping):
-        return {name: column([value[name] for value in values]) for name in first}
+        return {name: collate_column([value[name] for value in values]) for name in first}
     if isinstance(first, list | tuple) and not is_numbers(first):
-        return tuple(column(list(each)) for each in zip(*values, strict=True))
+        return tuple(collate_column(list(each)) for each in zip(*values, strict=True))
     if isinstance(first, list | tuple) or (isinstance(first, np.ndarray) and first.dtype.kind == "f"):
         return np.stack([np.asarray(value) for value in values])
     return default_collate(values)
 
 
-def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """A batch with every tensor in it on the device; NumPy arrays become tensors, real ones of the model's dtype."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, np.ndarray):
-        tensor = as_tensor(value)
-        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+# Tensors in batches.
+
+
+def change_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Applies a function to every tensor and array in nested containers (faster than `tree_map`)."""
+    if isinstance(value, Tensor | np.ndarray):
+        return change(value)
     if isinstance(value, Mapping):
-        return {k: move(v, device, dtype) for k, v in value.items()}
+        return {name: change_tensors(each, change) for name, each in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(move(v, device, dtype) for v in value))
+        return type(value)(*(change_tensors(each, change) for each in value))
     if isinstance(value, tuple | list):
-        return type(value)(move(v, device, dtype) for v in value)
-    if hasattr(value, "to") and callable(value.to):
-        return value.to(device)
+        return type(value)(change_tensors(each, change) for each in value)
     return value
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """All tensors among the arguments of a batch."""
+    found: list[Any] = []
+    change_tensors((batch.args, batch.kwargs), found.append)
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+
+def copied(batch: Batch) -> Batch:
+    """The batch with tensors of its own, for a network that may work in place or is run several times."""
+
+    def copy(tensor: Any) -> Any:
+        return tensor.clone() if isinstance(tensor, Tensor) else tensor
+
+    return batch._replace(args=change_tensors(batch.args, copy), kwargs=change_tensors(batch.kwargs, copy))
+
+
+def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Moves all tensors in nested containers to a device; NumPy arrays become tensors, real ones of `dtype`."""
+
+    def placed(array: Any) -> Tensor:
+        if isinstance(array, Tensor):
+            return array.to(device)
+        tensor = as_tensor(array)
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+    if hasattr(value, "to") and callable(value.to) and not isinstance(value, Tensor | Mapping | tuple | list):
+        return value.to(device)  # a container of its own kind, such as a batch of graphs
+    return change_tensors(value, placed)
+
+
+# Arrays that belong together, one row a point: an array, (x, y), a mapping, (mapping, y).
+
+
+def arrays(data: Any) -> Any:
+    """Converts tables and lists of numbers in data to arrays; what is no arrays at all is returned as it is."""
+    if is_table(data):
+        return as_array(data)
+    if isinstance(data, Mapping):
+        # A tuple among the values is an option, such as the size of images.
+        return {
+            name: as_array(value) if stands_for_array(value) and not isinstance(value, tuple) else value
+            for name, value in data.items()
+        }
+    if not isinstance(data, tuple | list) or len(data) < 2:
+        return data
+    first, *others = data
+    if isinstance(first, Mapping):
+        pair = all(map(stands_for_array, others))  # and not another batch
+        return (arrays(first), *map(as_array, others)) if pair else data
+    if not is_array(first) and not is_table(first) and not (isinstance(data, tuple) and is_numbers(first)):
+        return data
+    if isinstance(data, list):
+        return list(map(as_array, data)) if all(map(stands_for_array, others)) else data
+    if wrong := [type(other).__name__ for other in others if not stands_for_array(other) and not is_listed(other)]:
+        raise DataError(
+            f"Expected a pair (x, y) of arrays, tables or lists of numbers, got a {wrong[0]} beside an array: convert "
+            "it, or give batches, as a list or a DataLoader."
+        )
+    return tuple(map(as_array, data))
+
+
+def is_arrays(data: Any) -> bool:
+    """Whether data are arrays that belong together, as `arrays` returns them."""
+    return is_array(data) or isinstance(data, Mapping) or is_pair(data)
+
+
+def is_pair(data: Any) -> bool:
+    """Whether data are several arrays, the last one perhaps the targets, and not a list of batches."""
+    if not isinstance(data, tuple | list) or len(data) < 2:
+        return False
+    return (is_array(data[0]) or isinstance(data[0], Mapping)) and all(map(is_array, data[1:]))
+
+
+def is_array(data: Any) -> bool:
+    """Whether data are a NumPy array or a tensor."""
+    return isinstance(data, Tensor | np.ndarray)
+
+
+def is_table(data: Any) -> bool:
+    """Whether data are a data frame, a series or the like, and not `Outputs`."""
+    convertible = hasattr(data, "__array__") and hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    return convertible and not is_array(data) and not isinstance(data, type) and not is_dataclass(data)
+
+
+def is_numbers(data: Any) -> bool:
+    """Whether data are a number, or a sequence of numbers, or of such sequences."""
+    while is_list(data):
+        if not len(data):
+            return True
+        data = data[0]
+    return isinstance(data, Number | np.generic) or (is_array(data) and data.ndim == 0)
+
+
+def is_list(data: Any) -> bool:
+    return isinstance(data, Sequence) and not isinstance(data, str | bytes)
+
+
+def is_listed(data: Any) -> bool:
+    """Whether data are a list of arrays, one a row."""
+    return is_list(data) and len(data) > 0 and is_array(data[0])
+
+
+def stands_for_array(data: Any) -> bool:
+    return is_array(data) or is_table(data) or (is_list(data) and is_numbers(data))
+
+
+def as_array(data: Any) -> Any:
+    """Converts what stands for an array to one; anything else is returned as it is."""
+    if is_array(data) or not (is_table(data) or is_list(data)):
+        return data
+    try:
+        if is_table(data):
+            array = np.asarray(data)
+            # Columns of several types, or with room for missing values, come as objects.
+            return np.asarray(array.tolist()) if array.dtype == object else array
+        if len(data) and isinstance(data[0], Tensor):
+            return torch.stack(list(data))
+        return np.asarray(list(data))
+    except (RuntimeError, ValueError) as error:
+        raise DataError(f"Expected rows of one length, got some of others ({error}): pad them.") from error
+
+
+def as_tensor(value: Any) -> Tensor:
+    """Converts an array, a list or a number to a tensor; unsigned integers, which torch hardly supports, to int64."""
+    if isinstance(value, Tensor):
+        return value
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"Expected numbers, got an array of {array.dtype}.")
+    if array.dtype.kind == "u":
+        array = signed(array)
+    return torch.from_numpy(np.ascontiguousarray(array).copy())
+
+
+def signed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Unsigned integers as int64, if they fit."""
+    if array.dtype.itemsize == 8 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise DataError(f"Expected whole numbers below 2^63, got {array.max()}: convert them to real numbers.")
+    return array.astype(np.int64)
+
+
+def row_count(data: Any) -> int:
+    """The number of rows of arrays that belong together."""
+    lengths = {len(array) for array in parts(data) if array.ndim}
+    if len(lengths) != 1:
+        raise DataError(f"Expected arrays with as many rows each, got {sorted(lengths) or 'none'}.")
+    return lengths.pop()
+
+
+def parts(data: Any) -> Iterator[Any]:
+    if is_array(data):
+        yield data
+    elif isinstance(data, Mapping):
+        yield from filter(is_array, data.values())
+    else:
+        for part in data:
+            yield from parts(part)
+
+
+def take(data: Any, rows: slice | Tensor) -> Any:
+    """Takes rows of arrays that belong together; values that are no arrays apply to all rows."""
+    if isinstance(data, Mapping):
+        return {name: take(value, rows) for name, value in data.items()}
+    if isinstance(data, tuple | list):
+        return tuple(take(part, rows) for part in data)
+    if not is_array(data) or not data.ndim:
+        return data
+    if isinstance(rows, slice):
+        return data[rows]
+    return data[rows.to(data.device) if isinstance(data, Tensor) else rows.numpy()]

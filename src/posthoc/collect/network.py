@@ -1,49 +1,371 @@
-"""The user's predictor, read-only: an `nn.Module` (with a feature layer) or any callable that returns a tensor."""
+"""The user's predictor, read-only: an `nn.Module` (with a layer whose values are features) or another callable.
+
+A module is run in eval mode. Afterwards, also after an exception, its training flags and buffers are as they were.
+Weights are not copied: a module that writes to them when it is run is refused, and so is one that another thread trains
+meanwhile.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager
+from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posthoc.collect.arrays import as_tensor, is_array, is_list
-from posthoc.collect.lending import lent, shared
-from posthoc.collect.loaders import Batch, move, read_batch
-from posthoc.collect.stillness import still, turn
-from posthoc.errors import DataError, LayerError
+from posthoc.collect.loaders import (
+    Batch,
+    as_tensor,
+    change_tensors,
+    copied,
+    is_array,
+    is_list,
+    iterate,
+    move,
+    read_batch,
+    tensors_of,
+)
+from posthoc.collect.outputs import Outputs, join
+from posthoc.errors import DataError, LayerError, PosthocError
 from posthoc.validation import require_finite
 
-__all__ = ["Backbone", "Reading", "settled"]
+__all__ = ["Backbone", "Reader", "collect", "evaluating", "exclusive", "refuse_infinite", "run_network", "version"]
 
 
-class Reading(NamedTuple):
-    """What one run of the predictor gave."""
+# Eval mode, and back.
 
-    outputs: Tensor  # (N, ...)
-    target: Any | None
-    features: Tensor | None  # (N, D)
-    inputs: Tensor | None  # (N, D)
-    settle: Callable[[], None]  # refuses what is not finite: to be called before the numbers leave us
+LOCK = threading.RLock()
+RUNNING: WeakKeyDictionary[nn.Module, State] = WeakKeyDictionary()
+"""The networks in eval mode now. Several generators or threads may run one; the last of them restores it."""
+
+CHECKED: WeakSet[nn.Module] = WeakSet()
+"""The networks whose weights had the same values before and after their first batch."""
+
+BUFFER_COPIES: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int, bool]], list[Tensor]]] = WeakKeyDictionary()
+"""Signatures and copies of the buffers of networks that did not write to them: valid while the signature is."""
+
+WHAT_TO_DO = (
+    "If another thread trains it, predict with a copy (copy.deepcopy(model)), or train and predict one after the "
+    "other. If the network itself writes to its weights, run it yourself and give posthoc.Outputs. The weights are not "
+    "put back: load them again if need be."
+)
 
 
-class Wanted(NamedTuple):
-    """What is to be read of a run beside the outputs, and the shape of a row of those, if known."""
+@contextmanager
+def evaluating(module: nn.Module | None) -> Iterator[None]:
+    """Puts a module into eval mode inside; afterwards its training flags and buffers are as they were.
 
-    features: bool
-    inputs: bool
-    width: tuple[int, ...] | None
+    Raises:
+        PosthocError: If the module writes to its weights, or another thread trains it meanwhile.
+    """
+    if module is None:
+        yield
+        return
+    with LOCK:
+        state = RUNNING.get(module)
+        if state is None:
+            state = State(module)
+            state.switch()
+            RUNNING[module] = state
+        state.users += 1
+        state.threads.add(threading.get_ident())
+    succeeded = False
+    try:
+        yield
+        succeeded = True
+    finally:
+        with LOCK:
+            state.users -= 1
+            changes = state.changes()
+            if not state.users:
+                del RUNNING[module]
+                state.restore(changed=bool(changes))
+        if changes and succeeded:
+            raise changed(changes)
+
+
+@contextmanager
+def exclusive(module: nn.Module | None) -> Iterator[None]:
+    """Waits until no other thread runs the module that is in eval mode by `evaluating`."""
+    state = RUNNING.get(module) if module is not None else None
+    if state is None:
+        yield
+        return
+    with state.lock:
+        state.threads.add(threading.get_ident())
+        yield
+        if state.norms is not None:
+            state.check_first_batch()
+
+
+class State:
+    """What a module was before it was put into eval mode."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.lock, self.users = module, threading.RLock(), 0
+        self.threads: set[int] = set()
+        self.parts = all_parts(module)
+        self.training = [part for part in self.parts if part.training]
+        self.own = [part for part in self.training if has_own_train(part)]
+        self.weights = weights_of(self.parts)
+        self.signature = signature(self.weights)
+        self.held = [dict(part._buffers) for part in self.parts]
+        self.attributes = [part.__dict__.copy() for part in self.parts]
+        self.buffers = [buffer for held in self.held for buffer in held.values() if buffer is not None]
+        self.versions = signature(self.buffers)
+        known = BUFFER_COPIES.get(module)
+        same = known is not None and known[0] == self.versions
+        self.copies = known[1] if known is not None and same else [b.detach().clone() for b in self.buffers]
+        self.norms = norms(module) if module not in CHECKED else None
+        self.hook: Any = None
+
+    def switch(self) -> None:
+        """Puts the module into eval mode."""
+        if self.own:
+            self._switch_and_compare()
+        elif self.training:
+            self.module.eval()
+        if self.training and not isinstance(self.module, torch.jit.ScriptModule):
+            self.hook = self.module.register_forward_pre_hook(refuse_other_threads)
+
+    @torch.no_grad()
+    def _switch_and_compare(self) -> None:
+        """Calls an `eval` that is the module's own, and refuses one that writes to weights (to merge adapters, say)."""
+        before = [(name, tensor, tensor.clone()) for name, tensor in plain_tensors(self.module)]
+        written: list[str] = []
+        done = False
+        try:
+            self.module.eval()
+            written = [name for name, tensor, copy in before if not same_bits(tensor, copy)]
+            done = not written and not self.changes()
+        finally:
+            if not done:
+                self._set_flags()
+                for part, weights in zip(self.parts, self.attributes, strict=True):
+                    part.__dict__.update({name: value for name, value in weights.items() if name != "training"})
+                for _, tensor, copy in before:
+                    tensor.data.copy_(copy)
+        if not done:
+            raise PosthocError(
+                "Expected a network whose weights stay as they are in eval mode, found that its eval() changes "
+                f"{listed(written)}. Call model.eval() before you hand the network over, and leave it so."
+            )
+
+    def check_first_batch(self) -> None:
+        """Refuses a network that changed the values of its weights, also where PyTorch does not count it (`.data`)."""
+        before, self.norms = self.norms or {}, None
+        after = norms(self.module)
+        # A buffer whose change was counted is restored.
+        written = [name for name in before if name in after and after[name][:2] == before[name][:2]]
+        written = [name for name in written if not same_number(before[name][2], after[name][2])]
+        if changes := f"new values of {listed(written)}" if written else self.changes():
+            raise changed(changes)
+        CHECKED.add(self.module)
+
+    def changes(self) -> str:
+        """What changed in the module that no eval mode, forward pass or buffer explains; empty if nothing did."""
+        found = weights_of(self.parts)
+        if signature(found) != self.signature:
+            before = set(self.signature)
+            written = {id(t) for t, mark in zip(found, signature(found), strict=True) if mark not in before}
+            names = [name for name, weight in self.module.named_parameters() if id(weight) in written]
+            return f"changed weights ({listed(names)})" if names else "weights missing"
+        return "it in training mode" if self.module.training else ""
+
+    @torch.no_grad()
+    def restore(self, *, changed: bool) -> None:
+        """Restores flags and buffers; of a network that someone else changed only the flags, if they are ours."""
+        if self.hook is not None:
+            self.hook.remove()
+        if not (changed and self.module.training):
+            self._set_flags()
+        if changed:
+            return
+        for part, held, attributes in zip(self.parts, self.held, self.attributes, strict=True):
+            now = part._buffers
+            if len(now) != len(held) or not all(map(is_, now.values(), held.values())):
+                restore_buffers(part, held, attributes)
+        after = signature(self.buffers)
+        if after == self.versions:
+            BUFFER_COPIES[self.module] = self.versions, self.copies
+            return
+        for buffer, copy, mark, found in zip(self.buffers, self.copies, self.versions, after, strict=True):
+            if found != mark:
+                buffer.copy_(copy)
+
+    def _set_flags(self) -> None:
+        for part in self.own:
+            part.train()
+        for part in self.parts:  # a flag is set only where it changed: setting attributes of modules is slow
+            if part.training:
+                part.training = False
+        for part in self.training:
+            part.training = True
+
+
+def refuse_other_threads(module: nn.Module, args: Any) -> None:
+    """A hook on networks that `evaluating` took out of training mode; in a copy of the network it does nothing."""
+    state = RUNNING.get(module)
+    if state is not None and threading.get_ident() not in state.threads:
+        raise PosthocError(
+            "Expected a network in training mode, found that another thread predicts with it and has it in eval "
+            "mode. Predict with a copy (copy.deepcopy(model)), or train and predict one after the other."
+        )
+
+
+def changed(changes: str) -> PosthocError:
+    return PosthocError(f"Expected a network that stays as it is while posthoc runs it, found {changes}. {WHAT_TO_DO}")
+
+
+def all_parts(module: nn.Module) -> list[nn.Module]:
+    """`list(module.modules())`, in a third of the time."""
+    found = {id(module): module}
+    ahead = [module]
+    while ahead:
+        for part in ahead.pop()._modules.values():
+            if part is not None and id(part) not in found:
+                found[id(part)] = part
+                ahead.append(part)
+    return list(found.values())
+
+
+def weights_of(parts: list[nn.Module]) -> list[Tensor]:
+    return [weight for part in parts for weight in part._parameters.values() if weight is not None]
+
+
+def signature(tensors: list[Tensor]) -> list[tuple[int, int, bool]]:
+    """Identities, numbers of writes and need of gradients: equal if nobody changed the tensors."""
+    return [(id(tensor), version(tensor), tensor.requires_grad) for tensor in tensors]
+
+
+def version(tensor: Tensor) -> int:
+    """The number of writes to a tensor; those to tensors of inference mode are not counted."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def plain_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Weights and buffers whose values can be read, by name; quantised, sparse and meta tensors are left out."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return [
+        (name, tensor.detach())
+        for name, tensor in tensors
+        if type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and tensor.device.type != "meta"
+    ]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def norms(module: nn.Module) -> dict[str, tuple[int, int, float]]:
+    """The identities, versions and norms of weights and buffers by name."""
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {
+        name: (id(named[name]), version(named[name]), float(torch.linalg.vector_norm(tensor.double())))
+        for name, tensor in plain_tensors(module)
+        if not tensor.is_complex()
+    }
+
+
+def same_number(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+def listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "some attributes"
+
+
+def has_own_train(part: nn.Module) -> bool:
+    """Whether `train` or `eval` may do more than set flags."""
+    kind, own = type(part), {"train", "eval"} & part.__dict__.keys()
+    return kind.train is not nn.Module.train or kind.eval is not nn.Module.eval or bool(own)
+
+
+def restore_buffers(part: nn.Module, held: dict[str, Tensor | None], attributes: dict[str, Any]) -> None:
+    """Puts back the buffers of a module, and its attributes, which may say how far a cache among them reaches."""
+    now = part._buffers
+    if isinstance(part, torch.jit.ScriptModule):  # its attributes are its buffers and constants
+        for name, buffer in held.items():
+            now[name] = buffer
+        return
+    now.clear()
+    now.update(held)
+    part.__dict__.clear()
+    part.__dict__.update(attributes)
+
+
+# One batch.
+
+
+def run_network(model: Callable[..., Any], batch: Batch, width: tuple[int, ...] | None = None) -> Tensor:  # (N, ...)
+    """The outputs of a network on a copy of a batch; `width` is the shape of one row of them, where it is known."""
+    mine = copied(batch)
+    return in_rows(read_outputs(model(*mine.args, **mine.kwargs)), batch, width)
+
+
+def read_outputs(answer: Any) -> Tensor:
+    """The tensor in what a model returned: itself, or `logits` in an object or mapping such as Hugging Face's."""
+    if isinstance(answer, Mapping) and "logits" in answer:
+        answer = answer["logits"]
+    elif not isinstance(answer, Tensor | np.ndarray) and hasattr(answer, "logits"):
+        answer = answer.logits
+    if isinstance(answer, np.ndarray):
+        answer = as_tensor(answer)
+    if not isinstance(answer, Tensor):
+        raise DataError(
+            f"Expected the model to return a tensor (or an object with .logits), got {type(answer).__name__}. "
+            "Wrap it in an nn.Module whose forward returns the tensor (so that eval mode still reaches your model)."
+        )
+    if not answer.is_floating_point():
+        raise DataError(f"Expected real-valued outputs (logits or regression values), got {answer.dtype}.")
+    return answer
+
+
+def in_rows(outputs: Tensor, batch: Batch, width: tuple[int, ...] | None) -> Tensor:  # (N, ...)
+    """Outputs with one row a point. A model that ends in `squeeze()` returns a number, or (C,), of one row; that is
+    taken for a row where the inputs are one, and the known width or the target agrees."""
+    if width is not None and outputs.shape[1:] == width and outputs.ndim:
+        return outputs
+    lengths = [length(value) for value in [*batch.args, *batch.kwargs.values()]]
+    one_row = {rows for rows in lengths if rows is not None} == {1} and length(batch.target) in (1, None)
+    if not one_row:
+        if outputs.ndim < 1:
+            raise DataError("Expected the model to return one row a point, got a single number.")
+        return outputs
+    lost = outputs.ndim < 1 or tuple(outputs.shape) == width or (len(outputs) > 1 and batch.target is not None)
+    return outputs[None] if lost else outputs
+
+
+def length(value: Any) -> int | None:
+    return len(value) if is_list(value) or (is_array(value) and value.ndim) else None
+
+
+def refuse_infinite(values: Tensor, name: str, first_row: int) -> None:
+    """Refuses NaN and infinity: `require_finite`, in a third of the time where all is well."""
+    if values.is_floating_point() and not math.isfinite(values.sum()):
+        require_finite(values, name, first_row=first_row)
+
+
+# The predictor.
 
 
 class Backbone:
     """A predictor and the layer its features come from.
 
-    `layer` names a module whose output is taken; without it, the input of the last `nn.Linear` is (in the order of
-    `model.named_modules()`), and a model without one has no features.
+    Args:
+        model: An `nn.Module`, or another callable that returns outputs.
+        layer: Name of the module whose output is the features. By default the features are the input of the last
+            `nn.Linear` (in the order of `model.named_modules()`); a model without one has no features.
+        device: Where to run a callable; a module is run where its weights are.
     """
 
     def __init__(self, model: nn.Module | Callable[..., Any], layer: str | None, device: torch.device | None) -> None:
@@ -67,7 +389,7 @@ class Backbone:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What the network computes in, if it has weights that say so."""
+        """The dtype of the network's weights, if it has real-valued ones."""
         weight = self._weight()
         return weight.dtype if weight is not None and weight.is_floating_point() else None
 
@@ -89,195 +411,169 @@ class Backbone:
             linear = [name for name, part in self.module.named_modules() if name and isinstance(part, nn.Linear)]
             return (linear[-1], True) if linear else (None, False)
         if layer not in self._layers():
-            raise LayerError(
-                f"Expected the name of a layer, got {layer!r}. The layers are: {', '.join(self._layers())}."
-            )
+            raise LayerError(f"Expected the name of a layer, got {layer!r}. The layers are: {self._layer_names()}.")
         return layer, False
 
-    @contextmanager
-    def running(
-        self, *, features: bool, inputs: bool, width: tuple[int, ...] | None = None
-    ) -> Iterator[Callable[[Any], Reading]]:
-        """Gives a function that runs the predictor on a batch, in eval mode and without gradients. Afterwards, also
-        after an exception, the network is as it was: weights, buffers, training flags, hooks, and what requires a
-        gradient (`stillness` says how). `width` is the shape of one row of outputs, where it is known."""
-        captured: list[Tensor] = []
-        seen = 0
-
-        def run(raw: Any) -> Reading:
-            nonlocal seen, width
-            wanted = Wanted(features and self.has_features, inputs, width)
-            # One thread at a time: hooks are the network's, and must not see another's batch.
-            with turn(self.module), self._listening(captured, features), torch.no_grad():
-                reading = self._run(raw, captured, wanted, seen)
-            seen += len(reading.outputs)
-            if width is None and len(reading.outputs) > 1:
-                width = tuple(reading.outputs.shape[1:])
-            return reading
-
-        with still(self.module):
-            yield run
-
-    @contextmanager
-    def _listening(self, captured: list[Tensor], features: bool) -> Iterator[None]:
-        if not features or self.module is None or self.layer is None:
-            yield
-            return
-        part = self.module.get_submodule(self.layer)
-
-        # Copies, since a later layer may work in place on what this one gave or took.
-        def keep_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            captured[:] = [first_tensor(args or tuple(kwargs.values())).clone()]
-
-        def keep_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            captured[:] = [first_tensor(output).clone()]
-
-        if self.takes_input:
-            handle = part.register_forward_pre_hook(keep_input, with_kwargs=True)
-        else:
-            handle = part.register_forward_hook(keep_output)
-        try:
-            yield
-        finally:
-            handle.remove()
+    def _layer_names(self) -> str:
+        names = self._layers()
+        return ", ".join(names[:30]) + (f" and {len(names) - 30} more" if len(names) > 30 else "")
 
     def place(self, raw: Any) -> Batch:
         """A batch where the network is; its target stays where it was."""
-        batch = read_batch(raw)
-        device = self.device or first_device(batch)
-        return Batch(move(batch.args, device, self.dtype), move(batch.kwargs, device, self.dtype), batch.target)
+        weight = self._weight()
+        device = weight.device if weight is not None else self._device
+        return placed(read_batch(raw), device, weight.dtype if weight is not None else None)
 
-    def _run(self, raw: Any, captured: list[Tensor], wanted: Wanted, seen: int) -> Reading:
-        batch = self.place(raw)
-        given = [value for value in [*batch.args, *batch.kwargs.values()] if isinstance(value, Tensor)]
-        device = given[0].device if given else self.device or torch.device("cpu")
-        # Looking at numbers makes the host wait for a GPU, which can be given more to do first.
-        later = device.type == "cuda"
-        if not later:
-            all_finite(given, "inputs", seen)
-        captured.clear()
-        with lent(batch, given if wanted.inputs else shared(batch, raw)) as mine:
-            try:
-                answer = self.model(*mine.args, **mine.kwargs)
-            except Exception as error:
-                error.add_note(
-                    "posthoc: raised by your model, called on one batch of the data; the model is as it was."
-                )
-                raise
-            # Copies again: a predictor may give the same buffer every time, or what it was given.
-            said = read_outputs(answer).detach().clone()
-        outputs = in_rows(said, batch, wanted.width)
-        found = [self._features(captured, len(outputs))] if wanted.features else []
-        flags = together([*given, outputs, *found]) if later else None
+    @contextmanager
+    def reading(
+        self, *, features: bool, inputs: bool, targets: bool = True, width: tuple[int, ...] | None = None
+    ) -> Iterator[Reader]:
+        """Gives a function that maps a batch to `Outputs`, without gradients and with the module in eval mode.
 
-        def settle() -> None:
-            if flags is None or not bool(flags):
-                all_finite(given if later else [], "inputs", seen)
-                all_finite([outputs], "outputs", seen)
-                all_finite(found, "features", seen)
+        Args:
+            features: Whether to read the features too, if the model has any.
+            inputs: Whether to keep the inputs too, flattened.
+            targets: Whether to keep the targets too, if the data have any.
+            width: The shape of one row of outputs, where it is known.
+        """
+        with evaluating(self.module), ExitStack() as stack:
+            yield Reader(self, features and self.has_features, inputs, targets, width, stack)
 
-        if not later:
-            settle()
-        return Reading(
-            outputs,
-            move(batch.target, device) if batch.target is not None else None,
-            found[0] if found else None,
-            read_inputs(batch, len(outputs)).clone() if wanted.inputs else None,
-            settle if later else settled,
-        )
+    def listen(self, heard: Callable[[Any], None]) -> Any:
+        """Registers a hook on the feature layer, which hands its values over; returns the handle."""
+        assert self.module is not None
+        assert self.layer is not None
+        part = self.module.get_submodule(self.layer)
+        if self.takes_input:
+            return part.register_forward_pre_hook(
+                lambda _, args, kwargs: heard(args or tuple(kwargs.values())), with_kwargs=True
+            )
+        return part.register_forward_hook(lambda _, args, output: heard(output))
 
-    def _features(self, captured: list[Tensor], rows: int) -> Tensor:
-        if not captured:
+    def features_of(self, raw: Any, captured: Tensor | None, rows: int) -> Tensor:  # (rows, D)
+        """The features of a batch from what the layer's hook captured."""
+        if captured is None:
             raise LayerError(
                 f"Layer {self.layer!r} was not used when the model ran. Name one that is, with layer=...; "
-                f"the layers are: {', '.join(self._layers())}."
+                f"the layers are: {self._layer_names()}."
             )
-        found = captured.pop()
-        if found.ndim < 2 or len(found) != rows:
+        if captured.ndim < 2 or len(captured) != rows:
             raise LayerError(
-                f"Expected features of shape ({rows}, ...) from layer {self.layer!r}, got {tuple(found.shape)}: "
+                f"Expected features of shape ({rows}, ...) from layer {self.layer!r}, got {tuple(captured.shape)}: "
                 "name a layer that keeps one row a point, with layer=..."
             )
-        return found.flatten(1)
+        return captured.flatten(1)
 
 
-def together(tensors: list[Tensor]) -> Tensor:  # ()
-    """Whether all are finite, on the device. The largest magnitude tells, and is found in one pass."""
-    reals = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    return torch.stack([torch.linalg.vector_norm(tensor, math.inf).double() for tensor in reals]).isfinite().all()
+def collect(backbone: Backbone, data: Any, *, features: bool, inputs: bool, batch_size: int = 256) -> Outputs:
+    """Runs the predictor once over the data and keeps its outputs, with the targets."""
+    with backbone.reading(features=features, inputs=inputs) as read:
+        return join([read(batch) for batch in iterate(data, batch_size)])
 
 
-def settled() -> None:
-    """Nothing is left to refuse."""
+class Reader:
+    """Runs a predictor on one batch after another, inside `Backbone.reading`."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        features: bool,
+        inputs: bool,
+        targets: bool,
+        width: tuple[int, ...] | None,
+        stack: ExitStack,
+    ) -> None:
+        self.backbone, self.features, self.inputs, self.targets, self.width = backbone, features, inputs, targets, width
+        self.rows = 0
+        self.thread: int | None = None  # the one that runs our batch now
+        self.captured: Tensor | None = None
+        if features and (handle := backbone.listen(self._hear)) is not None:
+            stack.callback(handle.remove)
+
+    @torch.no_grad()
+    def __call__(self, raw: Any) -> Outputs:
+        """The outputs of one batch, with features and inputs if wanted, and the targets if it has any."""
+        backbone = self.backbone
+        given = read_batch(raw)
+        weight = backbone._weight()
+        batch = placed(given, *((weight.device, weight.dtype) if weight is not None else (backbone._device, None)))
+        tensors = tensors_of(batch)
+        for tensor in tensors:
+            refuse_infinite(tensor, "inputs", self.rows)
+        theirs = {id(tensor) for tensor in tensors_of(given)}
+        kept = [(tensor, version(tensor), tensor.clone()) for tensor in tensors if id(tensor) in theirs]
+        with exclusive(backbone.module):
+            self.thread, self.captured = threading.get_ident(), None
+            inputs = read_inputs(batch) if self.inputs else None
+            try:
+                # In the same memory, so that the outputs are the same to the bit.
+                aliases = change_tensors((batch.args, batch.kwargs), alias)
+                # A copy, since a predictor may return the same buffer every time, or what it was given.
+                outputs = read_outputs(backbone.model(*aliases[0], **aliases[1])).detach().clone()
+            except PosthocError:
+                raise
+            except Exception as error:
+                error.add_note(f"posthoc: raised by your model, called on one batch of the data{advice(tensors)}.")
+                raise
+            finally:
+                self.thread = None
+                for tensor, before, copy in kept:
+                    if version(tensor) != before or (tensor.is_inference() and not torch.equal(tensor, copy)):
+                        tensor.data.copy_(copy)
+            outputs = in_rows(outputs, batch, self.width)
+            refuse_infinite(outputs, "outputs", self.rows)
+            features = None
+            if self.features and len(outputs):
+                features = backbone.features_of(raw, self.captured, len(outputs)).detach()
+                refuse_infinite(features, "features", self.rows)
+        if inputs is not None and len(inputs) != len(outputs):
+            raise unsuitable_inputs(tensors)
+        self.rows += len(outputs)
+        if self.width is None and len(outputs) > 1:
+            self.width = tuple(outputs.shape[1:])
+        wanted = self.targets and batch.target is not None
+        targets = as_tensor(move(batch.target, outputs.device)) if wanted else None
+        return Outputs.trusted(outputs=outputs, targets=targets, features=features, inputs=inputs)
+
+    def _hear(self, value: Any) -> None:
+        if self.thread != threading.get_ident():
+            return  # someone else's batch
+        while isinstance(value, tuple | list) and value:
+            value = value[0]
+        if not isinstance(value, Tensor):
+            raise LayerError(f"Expected the feature layer to return a tensor, got {type(value).__name__}.")
+        self.captured = value.clone()  # a later layer may work on it in place
 
 
-def all_finite(tensors: list[Tensor], name: str, first_row: int) -> None:
-    for tensor in tensors:
-        require_finite(tensor, name, first_row=first_row)
+def placed(batch: Batch, device: torch.device | None, dtype: torch.dtype | None) -> Batch:
+    if device is None:
+        device = next((tensor.device for tensor in tensors_of(batch)), torch.device("cpu"))
+    real = dtype if dtype is not None and dtype.is_floating_point else None
+    return Batch(move(batch.args, device, real), move(batch.kwargs, device, real), batch.target)
 
 
-def read_outputs(answer: Any) -> Tensor:
-    """The tensor in what a model returned: itself, or `logits` in an object or mapping such as Hugging Face's."""
-    if isinstance(answer, Mapping) and "logits" in answer:
-        answer = answer["logits"]
-    elif not isinstance(answer, Tensor | np.ndarray) and hasattr(answer, "logits"):
-        answer = answer.logits
-    if isinstance(answer, np.ndarray):
-        answer = as_tensor(answer)
-    if not isinstance(answer, Tensor):
-        raise DataError(
-            f"Expected the model to return a tensor (or an object with .logits), got {type(answer).__name__}. "
-            "Wrap it in an nn.Module whose forward returns the tensor (so that eval mode still reaches your model)."
-        )
-    if not answer.is_floating_point():
-        raise DataError(f"Expected real-valued outputs (logits or regression values), got {answer.dtype}.")
-    return answer
+def alias(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):
+        return tensor
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
 
 
-def in_rows(outputs: Tensor, batch: Batch, width: tuple[int, ...] | None) -> Tensor:  # (N, ...)
-    """What a model said of a batch, one row a point. A model that ends in `squeeze()` says a number, or (C,), of a
-    single row. That is taken for a row where the inputs are one, and the width of other rows or the target says so."""
-    if not is_one_row(batch):
-        if outputs.ndim < 1:
-            raise DataError("Expected the model to return one row a point, got a single number.")
-        return outputs
-    lost = outputs.ndim < 1 or tuple(outputs.shape) == width or (len(outputs) > 1 and batch.target is not None)
-    return outputs[None] if lost else outputs
+def advice(tensors: list[Tensor]) -> str:
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
+    return f" of shape {shapes}; a single point must be a batch of one, x[None]" if shapes else ""
 
 
-def is_one_row(batch: Batch) -> bool:
-    """Whether all inputs, and the target if there is one, are a single row."""
-    inputs = [length(value) for value in [*batch.args, *batch.kwargs.values()]]
-    known = {rows for rows in inputs if rows is not None}
-    return known == {1} and (batch.target is None or length(batch.target) in (1, None))
+def read_inputs(batch: Batch) -> Tensor:  # (N, D)
+    """A copy of the inputs as one row of coordinates a point, for kernels on the inputs."""
+    values = [value for value in [*batch.args, *batch.kwargs.values()] if isinstance(value, Tensor)]
+    if len(values) != 1 or values[0].ndim < 1:
+        raise unsuitable_inputs(values)
+    return values[0].detach().reshape(len(values[0]), -1).clone()
 
 
-def length(value: Any) -> int | None:
-    return len(value) if is_list(value) or (is_array(value) and value.ndim) else None
-
-
-def read_inputs(batch: Batch, rows: int) -> Tensor:
-    """The inputs as one row of coordinates a point, for kernels that look at them."""
-    values = [v for v in [*batch.args, *batch.kwargs.values()] if isinstance(v, Tensor)]
-    if len(values) != 1 or values[0].ndim < 1 or len(values[0]) != rows:
-        raise DataError(
-            "Expected inputs that are one tensor with a row a point, for a kernel on the inputs; "
-            f"got {len(values)} tensors of shapes {[tuple(v.shape) for v in values]}. "
-            'Use a kernel on="features" or on="outputs".'
-        )
-    return values[0].reshape(rows, -1)
-
-
-def first_tensor(value: Any) -> Tensor:
-    while isinstance(value, tuple | list) and value:
-        value = value[0]
-    if not isinstance(value, Tensor):
-        raise LayerError(f"Expected the feature layer to return a tensor, got {type(value).__name__}.")
-    return value
-
-
-def first_device(batch: Batch) -> torch.device:
-    for value in [*batch.args, *batch.kwargs.values()]:
-        if isinstance(value, Tensor):
-            return value.device
-    return torch.device("cpu")
+def unsuitable_inputs(tensors: list[Tensor]) -> DataError:
+    return DataError(
+        "Expected inputs that are one tensor with a row a point, for a kernel on the inputs; "
+        f"got {len(tensors)} tensors of shapes {[tuple(tensor.shape) for tensor in tensors]}. "
+        'Use a kernel on="features" or on="outputs".'
+    )

@@ -12,13 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posthoc.collect.arrays import as_tensor
-from posthoc.collect.loaders import iterate
-from posthoc.collect.network import Backbone, Reading
+from posthoc.collect.loaders import as_tensor
 from posthoc.errors import DataError
 from posthoc.validation import as_rows, require_finite
 
-__all__ = ["Outputs", "collect"]
+__all__ = ["Outputs", "join"]
 
 HASHED_WHOLE, HASHED_ROWS = 2**30, 2**16
 """Up to so many bytes all rows are hashed; beyond, so many of them, evenly spaced."""
@@ -148,38 +146,13 @@ class Outputs:
         return changed
 
 
-def collect(backbone: Backbone, data: Any, *, features: bool, inputs: bool, batch_size: int = 256) -> Outputs:
-    """Runs the predictor once over the data and keeps what it said."""
-    with backbone.running(features=features, inputs=inputs) as run:
-        readings = [run(batch) for batch in iterate(data, batch_size)]
-    return join(readings)
-
-
-def read(reading: Reading) -> Outputs:
-    """One batch, whose numbers the backbone has looked at."""
-    if reading.outputs.ndim < 1:
-        raise DataError("Expected outputs in batches, got a single number.")
-    if not reading.outputs.is_floating_point():
-        raise DataError(f"Expected real-valued outputs, got {reading.outputs.dtype}.")
-    return Outputs.trusted(outputs=reading.outputs, features=reading.features, inputs=reading.inputs)
-
-
-def join(readings: list[Reading]) -> Outputs:
-    """Batches of readings as one."""
-    readings = [r for r in readings if r.outputs.ndim and len(r.outputs)]
-    if not readings:
+def join(parts: list[Outputs]) -> Outputs:
+    """Consecutive batches of outputs as one."""
+    parts = [part for part in parts if part.outputs.ndim and len(part.outputs)]
+    if not parts:
         raise DataError("Expected at least one data point, got none: the loader is empty.")
-    for reading in readings:
-        reading.settle()
-    columns = Reading(*zip(*readings, strict=True))
-    outputs = stack(columns.outputs, "outputs")
-    assert outputs is not None
-    return Outputs(
-        outputs,
-        stack(columns.target, "targets"),
-        stack(columns.features, "features"),
-        stack(columns.inputs, "inputs"),
-    )
+    joined = {field.name: stack([getattr(part, field.name) for part in parts], field.name) for field in fields(Outputs)}
+    return Outputs(**joined)  # type: ignore[arg-type]
 
 
 def stack(parts: Any, name: str) -> Tensor | None:

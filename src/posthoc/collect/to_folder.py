@@ -59,9 +59,9 @@ def collect_to_folder(
 
     def parts(start: int) -> Generator[Outputs]:
         batches = read_batches(data, spans(start, row_count(data), batch_size), collate, workers, backbone)
-        with backbone.running(features=True, inputs=inputs) as run:
+        with backbone.reading(features=True, inputs=inputs) as read:
             for batch in batches:
-                yield join([run(batch)]).to(torch.device("cpu"))
+                yield join([read(batch)]).to(torch.device("cpu"))
 
     return write_to_folder(parts, folder, identity=whole, total=row_count(data), force=force, progress=progress)
 

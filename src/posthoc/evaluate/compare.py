@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from posthoc.base import CHUNK, Method
 from posthoc.collect import opened
-from posthoc.collect.arrays import as_tensor
 from posthoc.collect.loaders import iterate
 from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs
@@ -221,9 +220,9 @@ def task_of(model: nn.Module | Callable[..., Any] | None, data: Any) -> str:
     elif model is None:
         raise DataError(f"Expected posthoc.Outputs, since there is no model to run, got {type(data).__name__}.")
     else:
-        with Backbone(model, None, None).running(features=False, inputs=False) as run:
-            reading = run(next(iter(iterate(data, CHUNK))))
-        outputs, targets = reading.outputs, as_tensor(reading.target) if reading.target is not None else None
+        with Backbone(model, None, None).reading(features=False, inputs=False) as read:
+            first = read(next(iter(iterate(data, CHUNK))))
+        outputs, targets = first.outputs, first.targets
     return guess(outputs, targets)
 
 

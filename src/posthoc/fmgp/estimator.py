@@ -256,14 +256,14 @@ class FMGP(OldMethod):
     def _fresh_batches(self, data: Any, view: PointView, likelihood: Likelihood) -> Generator[TrainingBatch]:
         """Batches from the network, run anew over the data of a loader."""
         features, inputs = self._needs(fitted=False)
-        with self._require_backbone(data).running(features=features, inputs=inputs) as run:
+        with self._require_backbone(data).reading(features=features, inputs=inputs) as read:
             while True:
                 seen = 0
                 for batch in iterate(data, self.config.batch_size):
-                    reading = run(batch)
-                    seen += len(reading.outputs)
-                    if len(reading.outputs):
-                        fresh = self._checked(self._as_logits(join([reading])), targets=True)
+                    outputs = read(batch)
+                    seen += len(outputs)
+                    if len(outputs):
+                        fresh = self._checked(self._as_logits(join([outputs])), targets=True)
                         yield view.of(fresh).batch(likelihood, slice(None))
                 if not seen:
                     raise DataError("Expected data in every pass of the loader, got none in the last one.")

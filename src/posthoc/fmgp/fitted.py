@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posthoc.collect.network import version
 from posthoc.collect.outputs import Outputs
-from posthoc.collect.snapshots import version
 from posthoc.errors import DataError
 from posthoc.fmgp.coordinates import Coordinates
 from posthoc.fmgp.inducing_points import Inducing

@@ -93,7 +93,7 @@ class Collecting:
         opened = plan.open()
         self.reader = SpanReader(opened.data, opened.collate)
         self.context = ExitStack()  # open for as long as the actor lives
-        self.run = self.context.enter_context(opened.backbone.running(features=True, inputs=plan.inputs))
+        self.run = self.context.enter_context(opened.backbone.reading(features=True, inputs=plan.inputs))
 
     def __call__(self, span: Span) -> Outputs | PosthocError:
         batch = self.reader[span]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from posthoc.collect.arrays import as_tensor
+from posthoc.collect.loaders import as_tensor
 from posthoc.errors import DataError
 
 __all__ = ["Collate", "Each", "Plain", "Transform", "kind_of", "require_kind"]

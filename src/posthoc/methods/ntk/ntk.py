@@ -13,8 +13,7 @@ from torch.func import functional_call, jvp, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from posthoc.collect.class_scores import as_logits
-from posthoc.collect.lending import copied
-from posthoc.collect.loaders import Batch
+from posthoc.collect.loaders import Batch, copied
 from posthoc.collect.network import read_outputs
 from posthoc.errors import DataError, OptionError
 from posthoc.kernels.base import Linear, Points, Space

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, Self, SupportsFloat
 
 import torch
@@ -14,9 +13,8 @@ from torch import Tensor
 from posthoc.base import OldMethod
 from posthoc.collect import opened
 from posthoc.collect.loaders import Batch, iterate
-from posthoc.collect.network import Backbone, Reading
+from posthoc.collect.network import Backbone, evaluating, exclusive
 from posthoc.collect.outputs import Outputs
-from posthoc.collect.stillness import still, turn
 from posthoc.errors import DataError, LayerError, OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.methods.ntk.ntk import Jacobian, Pair, draw_pairs
@@ -39,20 +37,11 @@ class TangentBackbone(Backbone):
     def has_features(self) -> bool:
         return True
 
-    @contextmanager
-    def running(
-        self, *, features: bool, inputs: bool, width: tuple[int, ...] | None = None
-    ) -> Iterator[Callable[[Any], Reading]]:
-        with super().running(features=False, inputs=inputs, width=width) as run:
+    def listen(self, heard: Callable[[Any], None]) -> None:
+        """No layer has these features."""
 
-            def run_both(raw: Any) -> Reading:
-                reading = run(raw)
-                if not features or not len(reading.outputs):
-                    return reading
-                with turn(self.module):
-                    return reading._replace(features=self.describe(self.place(raw)).detach())
-
-            yield run_both
+    def features_of(self, raw: Any, captured: Tensor | None, rows: int) -> Tensor:
+        return self.describe(self.place(raw))
 
 
 class NTKMethod(OldMethod):
@@ -124,7 +113,7 @@ class NTKMethod(OldMethod):
         assert plain is not None
         most, seed = self._draws()
         generator = torch.Generator().manual_seed(seed)
-        with still(plain.module), turn(plain.module):
+        with evaluating(plain.module), exclusive(plain.module):
             batches = (plain.place(raw) for raw in iterate(data, 256))
             drawn = draw_pairs(self._jacobian(), batches, most, generator)
             describe = self._describer(*drawn)
@@ -135,7 +124,7 @@ class NTKMethod(OldMethod):
             self.backbone = plain
             raise
 
-    def _stream(self, data: Any, *, targets: bool = False) -> Generator[tuple[Outputs, Callable[[], None]]]:
+    def _stream(self, data: Any, *, targets: bool = False) -> Generator[Outputs]:
         data = opened(data)
         if self.weights == "all":
             self._refuse_outputs(data)

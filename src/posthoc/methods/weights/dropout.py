@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from posthoc.base import Job
 from posthoc.collect.loaders import Batch
-from posthoc.collect.stillness import still, turn
+from posthoc.collect.network import evaluating, exclusive
 from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.methods.weights.network import seeded
@@ -53,7 +53,7 @@ class Dropout(DrawingMethod):
     def _fit(self, job: Job) -> None:
         assert job.train.targets is not None
         likelihood = self._start(job.train.outputs, job.train.targets)
-        with still(self.module), turn(self.module):
+        with evaluating(self.module), exclusive(self.module):
             self._fit_noise(likelihood, job)
         self._fitted = likelihood
 

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.base import Job
-from posthoc.collect.lending import copied
 from posthoc.collect.loaders import Batch
-from posthoc.collect.network import read_outputs
-from posthoc.collect.stillness import still, turn
+from posthoc.collect.network import evaluating, exclusive, run_network
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.methods.weights.sampling import DrawingMethod
@@ -48,7 +46,7 @@ class Ensemble(DrawingMethod):
     def _fit(self, job: Job) -> None:
         assert job.train.targets is not None
         likelihood = self._start(job.train.outputs, job.train.targets)
-        with still(self.module), turn(self.module):
+        with evaluating(self.module), exclusive(self.module):
             self._fit_noise(likelihood, job)
         self._fitted = likelihood
 
@@ -87,11 +85,7 @@ class Members(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The mean of their outputs."""
-        said = []
-        for network in self.networks:
-            mine = copied(Batch(args, kwargs, None))
-            said.append(read_outputs(network(*mine.args, **mine.kwargs)))
-        return alike(said).mean(0)
+        return alike([run_network(network, Batch(args, kwargs, None)) for network in self.networks]).mean(0)
 
 
 def together(model: Any) -> Members | Callable[..., Any] | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from posthoc.base import Job
 from posthoc.collect.loaders import Batch
-from posthoc.collect.stillness import still
+from posthoc.collect.network import evaluating
 from posthoc.errors import DataError, FileError, OptionError, PosthocWarning
 from posthoc.likelihoods.base import Gaussian, Likelihood
 from posthoc.methods.weights.flipout import Reweighted
@@ -101,7 +101,7 @@ class HMC(DrawingMethod):
             )
         work = self._afford(sum(p.numel() for p in free.values()), len(job.train))
         likelihood = self._start(job.train.outputs, job.train.targets)
-        with still(self.module), seeded(self.seed, self.module_device):
+        with evaluating(self.module), seeded(self.seed, self.module_device):
             posterior, trained = self._posterior(job, likelihood, list(free))
         with seeded(self.seed, self.module_device), single_thread(work < SMALL):  # whatever a loader has drawn before
             prior_draws = [self.prior_std * torch.randn_like(trained) for _ in range(self.chains - 1)]

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from posthoc.base import CHUNK, OldMethod
 from posthoc.collect import opened
-from posthoc.collect.arrays import arrays, is_arrays, row_count, take
 from posthoc.collect.class_scores import as_logits
-from posthoc.collect.lending import copied
-from posthoc.collect.loaders import Batch, iterate, move
-from posthoc.collect.network import all_finite, first_device, in_rows, read_outputs
+from posthoc.collect.loaders import Batch, arrays, is_arrays, iterate, move, row_count, take, tensors_of
+from posthoc.collect.network import evaluating, exclusive, refuse_infinite, run_network
 from posthoc.collect.outputs import Outputs
-from posthoc.collect.stillness import still, turn
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.predictive.base import Predictive
@@ -83,16 +80,16 @@ class NetworkMethod(OldMethod):
         seen = 0
         for raw in iterate(data, size):
             batch = self.backbone.place(raw)
-            given = [value for value in [*batch.args, *batch.kwargs.values()] if isinstance(value, Tensor)]
-            all_finite(given, "inputs", seen)
+            given = tensors_of(batch)
+            for tensor in given:
+                refuse_infinite(tensor, "inputs", seen)
             seen += len(given[0]) if given and given[0].ndim else 0
-            device = self.backbone.device or first_device(batch)
+            device = given[0].device if given else self.backbone.device or torch.device("cpu")
             yield batch._replace(target=move(batch.target, device) if batch.target is not None else None)
 
     def _answer(self, network: nn.Module, batch: Batch) -> Tensor:  # (N, ...)
         """What a network says of a batch: logits or regression outputs."""
-        mine = copied(batch)
-        said = in_rows(read_outputs(network(*mine.args, **mine.kwargs)), batch, self._width)
+        said = run_network(network, batch, self._width)
         single = self._likelihood.task == "classification" and said.shape[1:].numel() == 1
         return as_logits(said, "logits") if single else said
 
@@ -105,11 +102,11 @@ class NetworkMethod(OldMethod):
         self._check_data(data if isinstance(data, Outputs) else None)
         predict = self._predictor(covariance=covariance)
         one_batch = not targets and is_arrays(data)
-        with still(self.module):
+        with evaluating(self.module):
             for batch in self._batches([data] if one_batch else data, CHUNK):
-                with turn(self.module):
+                with exclusive(self.module):
                     predictive = predict(batch)
-                all_finite([predictive.latent.mean], "outputs", 0)
+                refuse_infinite(predictive.latent.mean, "outputs", 0)
                 if not len(predictive):
                     continue
                 part = Outputs.trusted(outputs=predictive.latent.mean, targets=batch.target)

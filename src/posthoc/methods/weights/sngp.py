@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from posthoc.base import Job
 from posthoc.collect.class_scores import as_logits
 from posthoc.collect.loaders import Batch
-from posthoc.collect.stillness import still, turn
+from posthoc.collect.network import evaluating, exclusive
 from posthoc.errors import OptionError
 from posthoc.io import check_tensors
 from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood, columns
@@ -91,7 +91,7 @@ class SNGP(FinetunedMethod):
         assert job.train.targets is not None
         if job.checkpoint is not None:
             raise OptionError("sngp cannot go on from a checkpoint (power iterations are not in it): leave it out.")
-        with still(self.module), torch.no_grad():
+        with evaluating(self.module), torch.no_grad():
             self._check_last(self._first_batch(job.data))
         likelihood = self._start(job.train.outputs, job.train.targets).to(self.module_device).requires_grad_(False)
         generator = torch.Generator().manual_seed(self.training.seed)
@@ -102,7 +102,7 @@ class SNGP(FinetunedMethod):
         units = Units.of(said, likelihood)
         bounded(network, self._last, self.norm_bound, generator)
         head = self._replace_last(network, generator)
-        with still(self.module), torch.no_grad():
+        with evaluating(self.module), torch.no_grad():
             self._place(network, head, units, job)
         prior = self.prior_precision / units.spread.square()
         history = self._minimise(
@@ -122,7 +122,7 @@ class SNGP(FinetunedMethod):
 
     def _check_last(self, batch: Batch) -> None:
         """Refuses a network whose output is not what its last linear layer says."""
-        with turn(self.module), listening(self.module.get_submodule(self._last)) as heard:
+        with exclusive(self.module), listening(self.module.get_submodule(self._last)) as heard:
             said = self._answer(self.module, batch)
         own = heard[-1][1] if len(heard) == 1 else said[:0]
         if own.numel() == len(own) and self._likelihood.task == "classification":
@@ -157,7 +157,7 @@ class SNGP(FinetunedMethod):
         gram = torch.zeros(size, size, dtype=torch.float64, device=head.linear.weight.device)
         cross = gram.new_zeros(size, len(units.centre))
         for phi, _, batch in self._heard(network, head.linear, job.data):
-            with turn(self.module):
+            with exclusive(self.module):
                 said = columns(self._answer(self.module, batch))[:, -len(units.centre) :]
             gram += phi.double().mT @ phi.double()
             cross += phi.double().mT @ (said - units.centre)

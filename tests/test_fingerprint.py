@@ -13,23 +13,8 @@ from torch import Tensor, nn
 
 from posthoc import FMGP, FileError
 from posthoc.collect.fingerprint import fingerprint
-from tests.cases import HIDDEN, QUICK, WIDTH, Noisy, inputs, mlp, recorded, values
-from tests.test_stillness import Cache, adapted
-
-
-class Constants(nn.Module):
-    """Standardises its inputs by numbers that are not saved with it."""
-
-    mu: Tensor
-
-    def __init__(self, mu: float) -> None:
-        super().__init__()
-        self.body = mlp()
-        self.register_buffer("mu", torch.full((WIDTH,), mu), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.body(x - self.mu)
-        return out
+from tests.cases import HIDDEN, QUICK, WIDTH, Noisy, inputs, mlp, values
+from tests.test_eval_mode import Cache, adapted
 
 
 def with_activation(activation: nn.Module) -> nn.Module:
@@ -89,19 +74,6 @@ def test_network_of_equal_weights_and_other_layers_is_refused(pair: str, tmp_pat
         FMGP.load(path, model=other())
 
 
-def test_network_of_other_constants_is_refused(tmp_path: Path) -> None:
-    path = saved(Constants(0.0), tmp_path)
-    FMGP.load(path, model=Constants(0.0))
-    with pytest.raises(FileError, match=r"Expected the network.*found another.*its values of mu differ"):
-        FMGP.load(path, model=Constants(5.0))
-
-
-def test_heads_of_outputs_do_not_look_at_constants(tmp_path: Path) -> None:
-    # Nobody has seen whether the network writes to them.
-    path = saved(Constants(0.0), tmp_path, recorded(mlp(), inputs(), values()))
-    FMGP.load(path, model=Constants(5.0))
-
-
 # The same network.
 
 
@@ -145,12 +117,6 @@ def noisy_of_another_place() -> nn.Module:
 )
 def test_the_same_network_in_another_state_is_taken(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     FMGP.load(saved(Noisy(), tmp_path), model=make())
-
-
-@pytest.mark.parametrize("fitted_in_training", [True, False])
-def test_adapters_may_be_merged_or_not(fitted_in_training: bool, tmp_path: Path) -> None:
-    path = saved(adapted().train(fitted_in_training), tmp_path)
-    FMGP.load(path, model=adapted().train(not fitted_in_training))
 
 
 @pytest.mark.parametrize("fitted_after_use", [True, False])

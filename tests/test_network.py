@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc import FMGP, RBF, DataError, LayerError, Linear, Outputs, White
-from posthoc.collect.network import Backbone
-from posthoc.collect.outputs import collect
+from posthoc.collect.network import Backbone, collect
 from tests.cases import (
     HIDDEN,
     QUICK,

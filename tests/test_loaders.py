@@ -16,7 +16,7 @@ from posthoc.collect.loaders import iterate
 from posthoc.methods import REGISTRY
 from posthoc.methods.weights.network import NetworkBatches, NetworkMethod
 from tests.cases import QUICK, WIDTH, N, answers, in_eval, inputs, labels, mlp, numbers, same, values
-from tests.test_backbone import Encoder, tokens
+from tests.test_network import Encoder, tokens
 
 
 def regression() -> FMGP:
@@ -66,7 +66,7 @@ def test_every_form_of_a_pair_gives_the_same_fit(form: str) -> None:
     data, expected = PAIRS[form](), classification().fit((inputs(), labels()))
     assert same(numbers(classification().fit(data)), numbers(expected))
     if not isinstance(data, list):
-        assert torch.equal(expected.predict(data).mean, in_eval(mlp(3), inputs()))
+        assert torch.equal(expected.predict(data).latent.mean, in_eval(mlp(3), inputs()))
     with_targets = list(expected.stream_with_targets(data))
     assert torch.equal(torch.cat([y for _, y in with_targets]), labels())
 
@@ -242,7 +242,7 @@ DATASETS: dict[str, Callable[[], Any]] = {
 def test_every_dataset_is_read_in_batches(form: str) -> None:
     expected = classification().fit((inputs(), labels()))
     assert same(numbers(classification().fit(DATASETS[form]())), numbers(expected))
-    assert torch.equal(expected.predict(DATASETS[form]()).mean, in_eval(mlp(3), inputs()))
+    assert torch.equal(expected.predict(DATASETS[form]()).latent.mean, in_eval(mlp(3), inputs()))
 
 
 @pytest.mark.parametrize("form", ["rows", "Hugging Face", "Hugging Face, streamed"])
