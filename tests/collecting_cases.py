@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from posthoc import Outputs
 from posthoc.collect.outputs import join
 from posthoc.integrations.models import Predictor
-from posthoc.integrations.transforms import Collate
 
 SIDE, CLASSES, FEATURES = 8, 3, 4
 NET, TRANSFORM = "tests.collecting_cases:tiny_net", "tests.collecting_cases:centred"
@@ -116,7 +115,7 @@ def images(rows: int) -> list[Any]:
 
 def outputs(predictor: Predictor, inputs: list[Any]) -> Outputs:
     """What a predictor says of some inputs."""
-    batch = Collate(predictor.transform, predictor.backbone.dtype)([(value, None) for value in inputs])
+    batch = predictor.collate([(value, None) for value in inputs])
     with predictor.backbone.reading(features=True, inputs=False) as read:
         return join([read(batch)])
 

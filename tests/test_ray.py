@@ -23,13 +23,13 @@ def test_a_cluster_collects_and_predicts_as_one_process_does(tmp_path, monkeypat
 
     np.savez(tmp_path / "d.npz", inputs=raw(ROWS).numpy(), targets=np.arange(ROWS) % 3)
     plan = Plan(NET, str(tmp_path / "d.npz"), inputs=True, weights="none", trust_code=True)
-    opened = plan.open()
+    predictor, data = plan.open()
     local = collect_to_folder(
-        opened.backbone,
-        opened.data,
+        predictor.backbone,
+        data,
         tmp_path / "local",
-        identity=opened.identity,
-        collate=opened.collate,
+        identity=predictor.identity,
+        collate=predictor.collate,
         inputs=True,
         batch_size=4,
     )
@@ -50,7 +50,6 @@ def test_a_cluster_collects_and_predicts_as_one_process_does(tmp_path, monkeypat
 
 def test_an_actor_predicts_from_named_columns_of_a_table(tmp_path):
     pytest.importorskip("ray")
-    from posthoc import methods
     from posthoc.integrations.ray import Predicting
 
     generator = torch.Generator().manual_seed(0)
@@ -59,7 +58,7 @@ def test_an_actor_predicts_from_named_columns_of_a_table(tmp_path):
     lines = ["id,no,yes", *(f"{i},{float(a)!r},{float(b)!r}" for i, (a, b) in enumerate(outputs.outputs))]
     (tmp_path / "table.csv").write_text("\n".join(lines) + "\n")
     head, table = str(tmp_path / "head.safetensors"), str(tmp_path / "table.csv")
-    found = Predicting(methods.load, head, table, {"outputs": ["no", "yes"]}, False)((5, 12))
+    found = Predicting(head, table, {"outputs": ["no", "yes"]})((5, 12))
     wanted = FMGP.load(head).predict(Outputs(outputs.outputs[5:12]))
     torch.testing.assert_close(found.probs.double(), wanted.probs.double(), rtol=1e-5, atol=1e-6)
 

@@ -1,74 +1,34 @@
 """posthoc: honest error bars on any pre-trained neural network.
 
-Names are imported when they are first used, so that `import posthoc` is fast; `__init__.pyi` lists the same names for
-type checkers and editors.
+Names are imported when they are first used, so that `import posthoc` is fast. Which names there are, and where they
+come from, is written once: in `__init__.pyi`, which type checkers and editors read too.
 """
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
 
-MODULES = {
-    "posthoc.collect": ("open_outputs", "save_outputs"),
-    "posthoc.collect.outputs": ("Outputs",),
-    "posthoc.errors": (
-        "DataError",
-        "FileError",
-        "LayerError",
-        "MissingExtraError",
-        "NotFittedError",
-        "NotPSDError",
-        "OptionError",
-        "PosthocError",
-        "PosthocWarning",
-        "TrainingError",
-        "WrongTaskError",
-    ),
-    "posthoc.evaluate.compare": ("Comparison", "compare"),
-    "posthoc.fmgp": ("FMGP",),
-    "posthoc.kernels.base": ("RBF", "Constant", "Kernel", "Linear", "Matern", "White"),
-    "posthoc.likelihoods.base": ("Categorical", "Gaussian", "Likelihood"),
-    "posthoc.methods": (
-        "ELLA",
-        "GP",
-        "HMC",
-        "MAP",
-        "MFVI",
-        "SNGP",
-        "Dropout",
-        "Ensemble",
-        "Laplace",
-        "LaplaceTorch",
-        "Temperature",
-        "VaLLA",
-        "Vector",
-        "load",
-    ),
-    "posthoc.predictive.base": ("LatentGaussian", "Predictive"),
-    "posthoc.predictive.classification": ("ClassificationPredictive",),
-    "posthoc.predictive.conformal": ("Conformal",),
-    "posthoc.predictive.regression": ("RegressionPredictive",),
+STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+ORIGIN = {
+    alias.name: str(node.module) for node in STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names
 }
-"""The public names by the module that defines them."""
+"""The module that each name is imported from; the package itself for its sub-packages."""
 
-SUBMODULES = ("collect", "errors", "evaluate", "fmgp", "kernels", "likelihoods", "methods", "predictive", "training")
-"""The modules that are attributes of the package without an import of their own."""
-
-ORIGIN = {name: module for module, names in MODULES.items() for name in names}
-
-__all__ = ["__version__", *ORIGIN]
+__all__ = ["__version__", *(name for name, module in ORIGIN.items() if module != "posthoc")]
 
 
 def __getattr__(name: str) -> Any:
-    if name in SUBMODULES:
-        return import_module(f"posthoc.{name}")
     if name not in ORIGIN:
         raise AttributeError(f"module 'posthoc' has no attribute {name!r}")
+    if ORIGIN[name] == "posthoc":
+        return import_module(f"posthoc.{name}")
     value = getattr(import_module(ORIGIN[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *SUBMODULES})
+    return sorted({*globals(), *ORIGIN})

@@ -102,14 +102,14 @@ def collect(
         else:
             from posthoc.collect.to_folder import collect_to_folder
 
-            opened = plan.open()
-            readers = min(MAX_WORKERS, os.cpu_count() or 1) if opened.data.costly else 0
+            model, rows = plan.open()
+            readers = min(MAX_WORKERS, os.cpu_count() or 1) if rows.costly else 0
             collected = collect_to_folder(
-                opened.backbone,
-                opened.data,
+                model.backbone,
+                rows,
                 out,
-                identity=opened.identity,
-                collate=opened.collate,
+                identity=model.identity,
+                collate=model.collate,
                 inputs=inputs,
                 batch_size=batch_size,
                 workers=readers if workers is None else workers,

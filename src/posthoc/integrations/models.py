@@ -41,6 +41,11 @@ class Predictor:
     transform: Transform
     identity: dict[str, Any]
 
+    @property
+    def collate(self) -> Collate:
+        """Makes a batch for the predictor of rows of data."""
+        return Collate(self.transform, self.backbone.dtype)
+
 
 def open_predictor(
     name: str,
@@ -349,8 +354,8 @@ class Plan:
     device: str | None = None
     trust_code: bool = False
 
-    def open(self) -> OpenPlan:
-        """Open the predictor and the data."""
+    def open(self) -> tuple[Predictor, Rows]:
+        """Open the predictor, whose identity then includes the data, and the data."""
         data = open_data(self.data, input_columns=self.input_columns, target_column=self.target_column)
         predictor = open_predictor(
             self.predictor,
@@ -361,22 +366,12 @@ class Plan:
             trust_code=self.trust_code,
         )
         identity = {**predictor.identity, "data": data.identity, "inputs": self.inputs}
-        return OpenPlan(predictor.backbone, data, Collate(predictor.transform, predictor.backbone.dtype), identity)
+        return replace(predictor, identity=identity), data
 
     def with_absolute_paths(self) -> Plan:
         """The same for a process in another folder."""
         weights = absolute(self.weights) if self.weights is not None else None
         return replace(self, predictor=absolute(self.predictor), data=absolute(self.data), weights=weights)
-
-
-@dataclass(frozen=True)
-class OpenPlan:
-    """The arguments of `collect_to_folder`."""
-
-    backbone: Backbone
-    data: Rows
-    collate: Collate
-    identity: dict[str, Any]
 
 
 def absolute(name: str) -> str:

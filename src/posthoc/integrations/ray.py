@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from posthoc import methods
-from posthoc.base import Method
+from posthoc.collect import open_outputs
 from posthoc.collect.outputs import Outputs, join
 from posthoc.collect.to_folder import Span, SpanReader, row_count, spans, write_to_folder
 from posthoc.errors import OptionError, PosthocError
@@ -49,8 +49,8 @@ def collect_with_ray(
     integer("batch_size", batch_size, 1)
     if plan.device not in (None, "cpu", "cuda"):
         raise OptionError(f"Expected device cpu or cuda, since Ray hands out the GPUs, got {plan.device!r}.")
-    opened = replace(plan, device="cpu").open()  # only its identity is needed here
-    total = row_count(opened.data)
+    predictor, data = replace(plan, device="cpu").open()  # only the identity is needed here
+    total = row_count(data)
     if total is None:
         raise OptionError(
             "Expected data whose rows can be read by number, which --engine ray needs, got a stream: save it with "
@@ -61,39 +61,35 @@ def collect_with_ray(
         make = partial(Collecting, plan.with_absolute_paths())
         yield from in_order(make, list(spans(start, total, batch_size)), actors, use_gpus=plan.device != "cpu")
 
-    return write_to_folder(parts, folder, identity=opened.identity, total=total, force=force, progress=progress)
+    return write_to_folder(parts, folder, identity=predictor.identity, total=total, force=force, progress=progress)
 
 
 def predict_with_ray(
     head: str | os.PathLike[str],
     outputs: str | os.PathLike[str],
     *,
-    load: Callable[..., Method] = methods.load,
     columns: Mapping[str, str | list[str]] | None = None,
     rows: int = 4096,
     actors: int | None = None,
-    covariance: bool = False,
 ) -> Iterator[Predictive]:
     """The predictions of a saved head for a file or folder of outputs, some `rows` at a time, on the CPU.
 
-    Every machine must see both paths; `load(path, device=...)` reads the head, and `columns` are those of a table.
+    Every machine must see both paths; `columns` are those of a table.
     """
-    from posthoc.collect import open_outputs
-
     integer("rows", rows, 1)
     head, outputs = os.path.abspath(head), os.path.abspath(outputs)
     wanted = list(spans(0, len(open_outputs(outputs, columns=columns)), rows))
-    yield from in_order(partial(Predicting, load, head, outputs, columns, covariance), wanted, actors)
+    yield from in_order(partial(Predicting, head, outputs, columns), wanted, actors)
 
 
 class Collecting:
     """Runs the predictor over a batch of the data."""
 
     def __init__(self, plan: Plan) -> None:
-        opened = plan.open()
-        self.reader = SpanReader(opened.data, opened.collate)
+        predictor, data = plan.open()
+        self.reader = SpanReader(data, predictor.collate)
         self.context = ExitStack()  # open for as long as the actor lives
-        self.run = self.context.enter_context(opened.backbone.reading(features=True, inputs=plan.inputs))
+        self.run = self.context.enter_context(predictor.backbone.reading(features=True, inputs=plan.inputs))
 
     def __call__(self, span: Span) -> Outputs | PosthocError:
         batch = self.reader[span]
@@ -103,21 +99,12 @@ class Collecting:
 class Predicting:
     """Predicts for some rows of the outputs."""
 
-    def __init__(
-        self,
-        load: Callable[..., Method],
-        head: str,
-        outputs: str,
-        columns: Mapping[str, str | list[str]] | None,
-        covariance: bool,
-    ) -> None:
-        from posthoc.collect import open_outputs
-
-        self.method = load(head, device="cuda" if torch.cuda.is_available() else None)
-        self.outputs, self.covariance = open_outputs(outputs, columns=columns), covariance
+    def __init__(self, head: str, outputs: str, columns: Mapping[str, str | list[str]] | None) -> None:
+        self.method = methods.load(head, device="cuda" if torch.cuda.is_available() else None)
+        self.outputs = open_outputs(outputs, columns=columns)
 
     def __call__(self, span: Span) -> Predictive:
-        return self.method.predict(self.outputs[slice(*span)], covariance=self.covariance).cpu()
+        return self.method.predict(self.outputs[slice(*span)]).cpu()
 
 
 class Result(NamedTuple):
