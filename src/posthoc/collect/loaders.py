@@ -31,6 +31,7 @@ __all__ = [
     "row_count",
     "take",
     "tensors_of",
+    "to_device",
 ]
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
@@ -186,16 +187,16 @@ def collate_column(values: list[Any]) -> Any:
 
 
 def change_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Applies a function to every tensor and array in nested containers (faster than `tree_map`)."""
+    """Applies a function to all tensors and arrays in nested containers, and to containers that know `.to(device)`."""
     if isinstance(value, Tensor | np.ndarray):
         return change(value)
     if isinstance(value, Mapping):
         return {name: change_tensors(each, change) for name, each in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(change_tensors(each, change) for each in value))
+        return type(value)(*[change_tensors(each, change) for each in value])
     if isinstance(value, tuple | list):
-        return type(value)(change_tensors(each, change) for each in value)
-    return value
+        return type(value)([change_tensors(each, change) for each in value])
+    return change(value) if callable(getattr(value, "to", None)) else value
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
@@ -208,24 +209,23 @@ def tensors_of(batch: Batch) -> list[Tensor]:
 def copied(batch: Batch) -> Batch:
     """The batch with tensors of its own, for a network that may work in place or is run several times."""
 
-    def copy(tensor: Any) -> Any:
-        return tensor.clone() if isinstance(tensor, Tensor) else tensor
+    def copy(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value
 
     return batch._replace(args=change_tensors(batch.args, copy), kwargs=change_tensors(batch.kwargs, copy))
 
 
 def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """Moves all tensors in nested containers to a device; NumPy arrays become tensors, real ones of `dtype`."""
+    """Applies `to_device` to nested containers."""
+    return change_tensors(value, lambda each: to_device(each, device, dtype))
 
-    def placed(array: Any) -> Tensor:
-        if isinstance(array, Tensor):
-            return array.to(device)
-        tensor = as_tensor(array)
+
+def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """A tensor on a device; a NumPy array becomes a tensor, of `dtype` if it has real numbers."""
+    if isinstance(value, np.ndarray):
+        tensor = as_tensor(value)
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
-
-    if hasattr(value, "to") and callable(value.to) and not isinstance(value, Tensor | Mapping | tuple | list):
-        return value.to(device)  # a container of its own kind, such as a batch of graphs
-    return change_tensors(value, placed)
+    return value.to(device)
 
 
 # Arrays that belong together, one row a point: an array, (x, y), a mapping, (mapping, y).

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from operator import is_
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -30,6 +30,7 @@ from posthoc.collect.loaders import (
     move,
     read_batch,
     tensors_of,
+    to_device,
 )
 from posthoc.collect.outputs import Outputs, join
 from posthoc.errors import DataError, LayerError, PosthocError
@@ -47,8 +48,10 @@ RUNNING: WeakKeyDictionary[nn.Module, State] = WeakKeyDictionary()
 CHECKED: WeakSet[nn.Module] = WeakSet()
 """The networks whose weights had the same values before and after their first batch."""
 
-BUFFER_COPIES: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int, bool]], list[Tensor]]] = WeakKeyDictionary()
-"""Signatures and copies of the buffers of networks that did not write to them: valid while the signature is."""
+BUFFER_COPIES: WeakKeyDictionary[nn.Module, tuple[list[Tensor], list[tuple[int, bool]], list[Tensor]]] = (
+    WeakKeyDictionary()
+)
+"""Buffers, their versions and copies, of networks that did not write to them: valid while the versions are the same."""
 
 WHAT_TO_DO = (
     "If another thread trains it, predict with a copy (copy.deepcopy(model)), or train and predict one after the "
@@ -114,14 +117,15 @@ class State:
         self.training = [part for part in self.parts if part.training]
         self.own = [part for part in self.training if has_own_train(part)]
         self.weights = weights_of(self.parts)
-        self.signature = signature(self.weights)
+        self.weight_versions = versions(self.weights)
         self.held = [dict(part._buffers) for part in self.parts]
         self.attributes = [part.__dict__.copy() for part in self.parts]
         self.buffers = [buffer for held in self.held for buffer in held.values() if buffer is not None]
-        self.versions = signature(self.buffers)
+        self.buffer_versions = versions(self.buffers)
         known = BUFFER_COPIES.get(module)
-        same = known is not None and known[0] == self.versions
-        self.copies = known[1] if known is not None and same else [b.detach().clone() for b in self.buffers]
+        if known is None or known[1] != self.buffer_versions or not all(map(is_, known[0], self.buffers)):
+            known = self.buffers, self.buffer_versions, [buffer.detach().clone() for buffer in self.buffers]
+        self.copies = known
         self.norms = norms(module) if module not in CHECKED else None
         self.hook: Any = None
 
@@ -163,18 +167,20 @@ class State:
         after = norms(self.module)
         # A buffer whose change was counted is restored.
         written = [name for name in before if name in after and after[name][:2] == before[name][:2]]
-        written = [name for name in written if not same_number(before[name][2], after[name][2])]
-        if changes := f"new values of {listed(written)}" if written else self.changes():
+        if changes := self.changes():
             raise changed(changes)
+        if written := [name for name in written if not same_number(before[name][2], after[name][2])]:
+            raise changed(f"new values of {listed(written)}")
         CHECKED.add(self.module)
 
     def changes(self) -> str:
         """What changed in the module that no eval mode, forward pass or buffer explains; empty if nothing did."""
         found = weights_of(self.parts)
-        if signature(found) != self.signature:
-            before = set(self.signature)
-            written = {id(t) for t, mark in zip(found, signature(found), strict=True) if mark not in before}
-            names = [name for name, weight in self.module.named_parameters() if id(weight) in written]
+        same = len(found) == len(self.weights) and all(map(is_, found, self.weights))
+        if not same or versions(found) != self.weight_versions:
+            before = dict(zip(map(id, self.weights), self.weight_versions, strict=True))
+            named = self.module.named_parameters()
+            names = [name for name, weight in named if before.get(id(weight)) != versions([weight])[0]]
             return f"changed weights ({listed(names)})" if names else "weights missing"
         return "it in training mode" if self.module.training else ""
 
@@ -189,14 +195,13 @@ class State:
             return
         for part, held, attributes in zip(self.parts, self.held, self.attributes, strict=True):
             now = part._buffers
-            if len(now) != len(held) or not all(map(is_, now.values(), held.values())):
+            if len(now) != len(held) or (held and not all(map(is_, now.values(), held.values()))):
                 restore_buffers(part, held, attributes)
-        after = signature(self.buffers)
-        if after == self.versions:
-            BUFFER_COPIES[self.module] = self.versions, self.copies
+        if versions(self.buffers) == self.buffer_versions:
+            BUFFER_COPIES[self.module] = self.copies
             return
-        for buffer, copy, mark, found in zip(self.buffers, self.copies, self.versions, after, strict=True):
-            if found != mark:
+        for buffer, (count, _), copy in zip(*self.copies, strict=True):
+            if version(buffer) != count:
                 buffer.copy_(copy)
 
     def _set_flags(self) -> None:
@@ -239,9 +244,12 @@ def weights_of(parts: list[nn.Module]) -> list[Tensor]:
     return [weight for part in parts for weight in part._parameters.values() if weight is not None]
 
 
-def signature(tensors: list[Tensor]) -> list[tuple[int, int, bool]]:
-    """Identities, numbers of writes and need of gradients: equal if nobody changed the tensors."""
-    return [(id(tensor), version(tensor), tensor.requires_grad) for tensor in tensors]
+def versions(tensors: list[Tensor]) -> list[tuple[int, bool]]:
+    """Numbers of writes to tensors, and whether they need gradients: the same if nobody changed the tensors."""
+    try:
+        return [(tensor._version, tensor.requires_grad) for tensor in tensors]
+    except RuntimeError:  # some are of inference mode
+        return [(version(tensor), tensor.requires_grad) for tensor in tensors]
 
 
 def version(tensor: Tensor) -> int:
@@ -420,15 +428,14 @@ class Backbone:
 
     def place(self, raw: Any) -> Batch:
         """A batch where the network is; its target stays where it was."""
-        weight = self._weight()
-        device = weight.device if weight is not None else self._device
-        return placed(read_batch(raw), device, weight.dtype if weight is not None else None)
+        batch = read_batch(raw)
+        device = self.device or next((tensor.device for tensor in tensors_of(batch)), torch.device("cpu"))
+        return Batch(move(batch.args, device, self.dtype), move(batch.kwargs, device, self.dtype), batch.target)
 
-    @contextmanager
     def reading(
         self, *, features: bool, inputs: bool, targets: bool = True, width: tuple[int, ...] | None = None
-    ) -> Iterator[Reader]:
-        """Gives a function that maps a batch to `Outputs`, without gradients and with the module in eval mode.
+    ) -> Reader:
+        """A context manager whose value maps a batch to `Outputs`, with the module in eval mode.
 
         Args:
             features: Whether to read the features too, if the model has any.
@@ -436,8 +443,7 @@ class Backbone:
             targets: Whether to keep the targets too, if the data have any.
             width: The shape of one row of outputs, where it is known.
         """
-        with evaluating(self.module), ExitStack() as stack:
-            yield Reader(self, features and self.has_features, inputs, targets, width, stack)
+        return Reader(self, features and self.has_features, inputs, targets, width)
 
     def listen(self, heard: Callable[[Any], None]) -> Any:
         """Registers a hook on the feature layer, which hands its values over; returns the handle."""
@@ -472,44 +478,57 @@ def collect(backbone: Backbone, data: Any, *, features: bool, inputs: bool, batc
 
 
 class Reader:
-    """Runs a predictor on one batch after another, inside `Backbone.reading`."""
+    """Runs a predictor on one batch after another: see `Backbone.reading`."""
 
     def __init__(
-        self,
-        backbone: Backbone,
-        features: bool,
-        inputs: bool,
-        targets: bool,
-        width: tuple[int, ...] | None,
-        stack: ExitStack,
+        self, backbone: Backbone, features: bool, inputs: bool, targets: bool, width: tuple[int, ...] | None
     ) -> None:
         self.backbone, self.features, self.inputs, self.targets, self.width = backbone, features, inputs, targets, width
         self.rows = 0
         self.thread: int | None = None  # the one that runs our batch now
         self.captured: Tensor | None = None
-        if features and (handle := backbone.listen(self._hear)) is not None:
-            stack.callback(handle.remove)
+        self._held = evaluating(backbone.module)
+        self._hook: Any = None
 
-    @torch.no_grad()
+    def __enter__(self) -> Self:
+        self._held.__enter__()
+        weight = self.backbone._weight()
+        self.device = weight.device if weight is not None else self.backbone._device
+        self.dtype = weight.dtype if weight is not None and weight.is_floating_point() else None
+        self._hook = self.backbone.listen(self._hear) if self.features else None
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._held.__exit__(*error)
+
     def __call__(self, raw: Any) -> Outputs:
         """The outputs of one batch, with features and inputs if wanted, and the targets if it has any."""
-        backbone = self.backbone
-        given = read_batch(raw)
-        weight = backbone._weight()
-        batch = placed(given, *((weight.device, weight.dtype) if weight is not None else (backbone._device, None)))
-        tensors = tensors_of(batch)
-        for tensor in tensors:
+        batch = read_batch(raw)
+        tensors: list[Tensor] = []
+        kept: list[tuple[Tensor, int, Tensor]] = []  # the user's own tensors, which a model may write to
+
+        def lend(value: Any) -> Any:
+            if self.device is None:
+                self.device = value.device if isinstance(value, Tensor) else torch.device("cpu")
+            tensor = to_device(value, self.device, self.dtype)
+            if not isinstance(tensor, Tensor):
+                return tensor
             refuse_infinite(tensor, "inputs", self.rows)
-        theirs = {id(tensor) for tensor in tensors_of(given)}
-        kept = [(tensor, version(tensor), tensor.clone()) for tensor in tensors if id(tensor) in theirs]
-        with exclusive(backbone.module):
+            tensors.append(tensor)
+            if tensor is value:
+                kept.append((tensor, version(tensor), tensor.detach().clone()))
+            # In the same memory, so that the outputs are the same to the bit.
+            return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
+
+        with torch.no_grad(), exclusive(self.backbone.module):
+            args, kwargs = change_tensors((batch.args, batch.kwargs), lend)
+            inputs = read_inputs(tensors) if self.inputs else None
             self.thread, self.captured = threading.get_ident(), None
-            inputs = read_inputs(batch) if self.inputs else None
             try:
-                # In the same memory, so that the outputs are the same to the bit.
-                aliases = change_tensors((batch.args, batch.kwargs), alias)
                 # A copy, since a predictor may return the same buffer every time, or what it was given.
-                outputs = read_outputs(backbone.model(*aliases[0], **aliases[1])).detach().clone()
+                outputs = read_outputs(self.backbone.model(*args, **kwargs)).detach().clone()
             except PosthocError:
                 raise
             except Exception as error:
@@ -524,7 +543,7 @@ class Reader:
             refuse_infinite(outputs, "outputs", self.rows)
             features = None
             if self.features and len(outputs):
-                features = backbone.features_of(raw, self.captured, len(outputs)).detach()
+                features = self.backbone.features_of(raw, self.captured, len(outputs)).detach()
                 refuse_infinite(features, "features", self.rows)
         if inputs is not None and len(inputs) != len(outputs):
             raise unsuitable_inputs(tensors)
@@ -545,30 +564,16 @@ class Reader:
         self.captured = value.clone()  # a later layer may work on it in place
 
 
-def placed(batch: Batch, device: torch.device | None, dtype: torch.dtype | None) -> Batch:
-    if device is None:
-        device = next((tensor.device for tensor in tensors_of(batch)), torch.device("cpu"))
-    real = dtype if dtype is not None and dtype.is_floating_point else None
-    return Batch(move(batch.args, device, real), move(batch.kwargs, device, real), batch.target)
-
-
-def alias(tensor: Any) -> Any:
-    if not isinstance(tensor, Tensor):
-        return tensor
-    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
-
-
 def advice(tensors: list[Tensor]) -> str:
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
     return f" of shape {shapes}; a single point must be a batch of one, x[None]" if shapes else ""
 
 
-def read_inputs(batch: Batch) -> Tensor:  # (N, D)
+def read_inputs(tensors: list[Tensor]) -> Tensor:  # (N, D)
     """A copy of the inputs as one row of coordinates a point, for kernels on the inputs."""
-    values = [value for value in [*batch.args, *batch.kwargs.values()] if isinstance(value, Tensor)]
-    if len(values) != 1 or values[0].ndim < 1:
-        raise unsuitable_inputs(values)
-    return values[0].detach().reshape(len(values[0]), -1).clone()
+    if len(tensors) != 1 or tensors[0].ndim < 1:
+        raise unsuitable_inputs(tensors)
+    return tensors[0].detach().reshape(len(tensors[0]), -1).clone()
 
 
 def unsuitable_inputs(tensors: list[Tensor]) -> DataError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -17,6 +17,9 @@ from posthoc.errors import DataError
 from posthoc.validation import as_rows, require_finite
 
 __all__ = ["Outputs", "join"]
+
+NAMES = ("outputs", "targets", "features", "inputs")
+"""The parts of `Outputs`."""
 
 HASHED_WHOLE, HASHED_ROWS = 2**30, 2**16
 """Up to so many bytes all rows are hashed; beyond, so many of them, evenly spaced."""
@@ -35,7 +38,7 @@ class Outputs:
     inputs: Tensor | None = None  # (N, D)
 
     def __post_init__(self) -> None:
-        for name in ("outputs", "targets", "features", "inputs"):
+        for name in NAMES:
             value = getattr(self, name)
             if value is None:
                 continue
@@ -57,8 +60,7 @@ class Outputs:
     def trusted(cls, **parts: Tensor | None) -> Outputs:
         """Outputs of tensors that were checked before, such as those of a mapped file: their values are not read."""
         outputs = object.__new__(cls)
-        for field in fields(cls):
-            object.__setattr__(outputs, field.name, parts.get(field.name))
+        outputs.__dict__.update(dict.fromkeys(NAMES), **parts)
         return outputs
 
     def __len__(self) -> int:
@@ -77,8 +79,7 @@ class Outputs:
         return np.array(array, dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
-        parts = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        shapes = [f"{name}={tuple(part.shape)}" for name, part in parts if part is not None]
+        shapes = [f"{name}={tuple(part.shape)}" for name, part in vars(self).items() if part is not None]
         return f"Outputs({', '.join(shapes)}, {str(self.outputs.dtype).removeprefix('torch.')})"
 
     def _repr_html_(self) -> str:
@@ -93,6 +94,8 @@ class Outputs:
 
     def to(self, device: torch.device) -> Outputs:
         """The same on a device."""
+        if all(part is None or part.device == device for part in vars(self).values()):
+            return self
         return self._map(lambda part: part.to(device, non_blocking=part.is_pinned()))
 
     def pinned(self) -> Outputs:
@@ -111,18 +114,17 @@ class Outputs:
     @property
     def nbytes(self) -> int:
         """The bytes of all of it."""
-        parts = (getattr(self, field.name) for field in fields(self))
-        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+        return sum(part.numel() * part.element_size() for part in vars(self).values() if part is not None)
 
     def digest(self) -> dict[str, Any]:
         """What tells these outputs from others: shapes and a hash of the values, or of some of very many rows."""
         rows = self if self.nbytes <= HASHED_WHOLE else self.spread(HASHED_ROWS)
         hashed = hashlib.sha256()
         shapes = {}
-        for field in fields(self):
-            part, some = getattr(self, field.name), getattr(rows, field.name)
+        for name in NAMES:
+            part, some = getattr(self, name), getattr(rows, name)
             if part is not None:
-                shapes[field.name] = [str(part.dtype), *part.shape]
+                shapes[name] = [str(part.dtype), *part.shape]
                 hashed.update(some.detach().cpu().contiguous().view(torch.uint8).numpy())
         return {**shapes, "sha256": hashed.hexdigest()}
 
@@ -139,11 +141,7 @@ class Outputs:
         return Outputs.trusted(**{**vars(self), "outputs": outputs})
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
-        changed = object.__new__(Outputs)  # what was checked once need not be checked again
-        for field in fields(self):
-            part = getattr(self, field.name)
-            object.__setattr__(changed, field.name, None if part is None else change(part))
-        return changed
+        return Outputs.trusted(**{name: None if part is None else change(part) for name, part in vars(self).items()})
 
 
 def join(parts: list[Outputs]) -> Outputs:
@@ -151,8 +149,7 @@ def join(parts: list[Outputs]) -> Outputs:
     parts = [part for part in parts if part.outputs.ndim and len(part.outputs)]
     if not parts:
         raise DataError("Expected at least one data point, got none: the loader is empty.")
-    joined = {field.name: stack([getattr(part, field.name) for part in parts], field.name) for field in fields(Outputs)}
-    return Outputs(**joined)  # type: ignore[arg-type]
+    return Outputs(**{name: stack([getattr(part, name) for part in parts], name) for name in NAMES})  # type: ignore[arg-type]
 
 
 def stack(parts: Any, name: str) -> Tensor | None:
