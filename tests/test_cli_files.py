@@ -179,6 +179,8 @@ def test_validation_data_stop_the_fit_early(folder: Path) -> None:
         ("fit classes.npz --task classification -o h --outputs a", "Expected a Parquet or CSV table"),
         ("fit odd.npz --task classification -o h", "Expected targets to fit on"),
         ("fit classes.npz[500:] --task classification -o h", "Expected a range with rows in it"),
+        ("fit classes.npz[:" + 5000 * "9" + "] -o h", r"Expected rows as in classes.npz\[:5000\]"),
+        ("fit named.csv --task classification -o h", "--outputs p_cat,p_dog --targets label"),
         ("fit bad.toml --task classification -o h", "bad.toml"),
         ("predict head.safetensors classes.npz -o p.json", "a .parquet or a .csv"),
         ("predict head.safetensors classes.npz -o table.csv", "there already"),
@@ -195,6 +197,7 @@ def test_bad_input_is_told_in_words_and_leaves_nothing(folder: Path, arguments: 
     (folder / "bad.toml").write_text("steps = = 3")
     (folder / "deep.toml").write_text("steps = " + 5000 * "[")
     (folder / "table.csv").write_text("outputs_0,outputs_1\n1,2\n")
+    (folder / "named.csv").write_text("id,cat,dog,label\n1,0.5,0.5,0\n")
     (folder / "link").symlink_to("classes.npz")
     os.mkfifo(folder / "fifo")
     save_outputs(open_outputs("classes.npz"), "outputs")

@@ -52,8 +52,8 @@ def class_labels(y: Any, mean: Tensor) -> Tensor:  # (N,) of int64
         )
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise DataError(
-            f"Expected integer class labels from 0 to {classes - 1}, got {y.dtype}. Convert them with .long(); "
-            'for real-valued targets use likelihood="regression".'
+            f"Expected integer class labels from 0 to {classes - 1}, got {y.dtype}: convert them with .long(); "
+            'for real-valued targets use likelihood="regression" (--task regression).'
         )
     if y.shape == (n, 1):
         y = y.squeeze(1)

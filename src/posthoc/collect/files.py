@@ -73,9 +73,9 @@ def split_range(path: str | os.PathLike[str]) -> tuple[Path, slice | None]:
     if not text.endswith("]") or "[" not in text or os.path.exists(text):
         return Path(text), None
     name, _, asked = text.rpartition("[")
-    found = re.fullmatch(r"(\d*):(\d*)\]", asked)
+    found = re.fullmatch(r"(\d{0,18}):(\d{0,18})\]", asked)
     if not found or not name:
-        raise OptionError(f"Expected rows as in {name}[:5000], [5000:] or [100:200], got [{asked} in {text!r}.")
+        raise OptionError(f"Expected rows as in {name}[:5000], [5000:] or [100:200], got [{asked:.40} in {name!r}.")
     first, last = (int(number) if number else None for number in found.groups())
     return Path(name), slice(first, last)
 

@@ -51,7 +51,7 @@ def choose(path: Path, there: list[str], columns: Columns | None) -> dict[str, C
         asked = "in columns" if columns is not None else f"or outputs_0, outputs_1, …, in {path}"
         raise OptionError(
             f"Expected columns for outputs {asked}, got none. The columns are: {listed(there)}. Say which are which, "
-            'as in columns={"outputs": ["p_cat", "p_dog"], "targets": "label"}.'
+            'as in --outputs p_cat,p_dog --targets label; in Python columns={"outputs": ["p_cat", "p_dog"], ...}.'
         )
     return chosen
 
