@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc.fmgp.fitted import FittedFMGP
-from posthoc.kernels.base import RBF
+from posthoc.kernels import RBF
 from posthoc.likelihoods.base import Categorical, Gaussian
 
 __all__ = ["DenseFMGP", "endless", "loader", "train_reference"]

@@ -43,7 +43,7 @@ from benchmarks.tasks import Task, cifar10, protein, synthetic_classification, s
 from posthoc import FMGP
 from posthoc.fmgp.minibatches import PointView
 from posthoc.fmgp.objective import Objective
-from posthoc.kernels.base import RBF
+from posthoc.kernels import RBF
 from posthoc.training import single_thread
 
 TASKS: dict[str, Callable[..., Task]] = {

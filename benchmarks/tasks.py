@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posthoc import FMGP, Outputs
-from posthoc.kernels.base import RBF, Space
+from posthoc.kernels import RBF, Space
 
 __all__ = ["Task", "cifar10", "protein", "synthetic_classification", "synthetic_regression"]
 

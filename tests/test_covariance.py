@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posthoc.errors import NotPSDError, PosthocWarning
-from posthoc.fmgp.covariance import correction, kl_divergence, marginal_variance, output_covariance
+from posthoc.fmgp.covariance import correction, kl_divergence, marginal_variance, output_covariance, posterior
 from posthoc.numerics import cholesky
 from tests import oracles
 
@@ -108,6 +108,30 @@ def test_gradients_agree_with_finite_differences():
 
     inputs = [t.clone().requires_grad_() for t in (chol, kzz, kxz)]
     assert torch.autograd.gradcheck(both, inputs, eps=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_one_node_for_variance_and_kl_agrees_with_two_in_values_and_gradients(certain):
+    chol, kzz, kxz, k_diag = problem(4)
+    if certain:  # some variances are zero, and have no gradient
+        k_diag = k_diag - 0.4
+    g = torch.Generator().manual_seed(0)
+    weights, noise = (
+        torch.randn(7, dtype=torch.float64, generator=g),
+        torch.randn(5, 5, dtype=torch.float64, generator=g),
+    )
+    found = [t.clone().requires_grad_() for t in (chol + noise.triu(1), torch.cat([kxz, kzz]), k_diag)]
+    expected = [t.clone().requires_grad_() for t in (chol, kxz, kzz, k_diag)]
+    variance, kl = posterior(*found)
+    c = correction(expected[0].tril(), expected[2])
+    separate = marginal_variance(expected[3], expected[1], c.w)
+    torch.testing.assert_close(variance, separate, **TIGHT)
+    torch.testing.assert_close(kl, c.kl, **TIGHT)
+    assert bool((variance == 0.0).any()) == certain
+    ((variance * weights).sum() + 0.7 * kl).backward()
+    ((separate * weights).sum() + 0.7 * c.kl).backward()
+    grads = [t.grad for t in expected]
+    torch.testing.assert_close([t.grad for t in found], [grads[0], torch.cat(grads[1:3]), grads[3]], **TIGHT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

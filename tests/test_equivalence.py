@@ -10,7 +10,7 @@ import torch
 
 from posthoc import FMGP, RBF, Categorical, Constant, Linear, Outputs
 from posthoc.fmgp.covariance import correction, marginal_variance
-from posthoc.kernels.base import gram
+from posthoc.kernels import gram
 from posthoc.likelihoods.base import gaussian_energy
 from tests import oracles
 
@@ -28,7 +28,7 @@ def data(n=30, d=2, seed=0):
 def covariances(x, z, t, kernel=None):
     kernel = kernel or RBF(lengthscale=0.8, amplitude=1.4)
     points = [{"inputs": p} for p in (x, z, t)]
-    kernel.start(points[0], "inputs")
+    kernel.initialize(points[0], "inputs")
     with torch.no_grad():
         x, z, t = points
         return gram(kernel, x), gram(kernel, z), kernel(z, x), kernel(t, z), kernel.diag(t)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from posthoc import Categorical, Gaussian, Outputs, methods
 from posthoc.errors import DataError, LayerError, NotFittedError, OptionError, PosthocWarning
 from posthoc.fmgp.covariance import correction, marginal_variance
-from posthoc.kernels.base import Constant, Linear, gram
+from posthoc.kernels import Constant, Linear, gram
 from posthoc.methods.laplace.curvature import of_classes
 from posthoc.methods.laplace.laplace import Laplace
 from posthoc.methods.laplace.last_layer import find_last_layer
@@ -147,7 +147,7 @@ def test_it_is_fmgp_with_a_linear_kernel_at_the_data():
     pred = method.predict(new)
     kernel = Linear(variance=0.4) + Constant(variance=0.4)
     x, t = {"features": data.features}, {"features": new.features}
-    kernel.start(x, "features")
+    kernel.initialize(x, "features")
     with torch.no_grad():
         chol = torch.eye(30, dtype=DOUBLE) / pred.noise[0].sqrt()
         variance = marginal_variance(kernel.diag(t), kernel(t, x), correction(chol, gram(kernel, x)).w)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from posthoc import FMGP, RBF, FileError, Linear, Matern, OptionError, Outputs, PosthocError, Temperature, White, load
-from posthoc.kernels.base import GPyTorchKernel
+from posthoc.kernels import GPyTorchKernel
 from tests.cases import QUICK, answers, inputs, mlp, numbers, recorded, same, values
 from tests.test_persistence import contents, rewrite
 

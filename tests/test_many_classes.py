@@ -21,9 +21,8 @@ from posthoc.collect.data_warnings import ROWS
 from posthoc.collect.folder import ArraySpec, Manifest, array_path
 from posthoc.fmgp import selection
 from posthoc.fmgp.build import RANK, TYPICAL_ROWS
-from posthoc.fmgp.coupled import CoupledLatent, LowRankLatent
 from posthoc.fmgp.minibatches import MAX_BATCHES, MAX_VALUES, DrawnBatches
-from posthoc.fmgp.output_covariance import OutputCovariance
+from posthoc.fmgp.output_covariance import CoupledLatent, LowRankLatent, OutputCovariance
 from posthoc.likelihoods.temperature import TYPICAL as SUITABLE
 from posthoc.predictive.latent import Latent
 from posthoc.training.loop import PlainSteps

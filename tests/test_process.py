@@ -12,7 +12,7 @@ from posthoc.fmgp.inducing_points import Inducing
 from posthoc.fmgp.objective import Objective, TrainingBatch
 from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
-from posthoc.kernels.base import gram
+from posthoc.kernels import gram
 from posthoc.likelihoods.base import Gaussian
 from tests import oracles
 
@@ -23,7 +23,7 @@ def coupled(seed=0, m=7, c=4, rank=None, classes=None):
     g = torch.Generator().manual_seed(seed)
     kernel = RBF() + White(variance=0.2)
     z = {"inputs": torch.randn(m, 2, dtype=DOUBLE, generator=g)}
-    kernel.start(z, "inputs")
+    kernel.initialize(z, "inputs")
     b = OutputCovariance(c, rank, g)
     with torch.no_grad():
         b.factor += 0.5 * torch.randn(b.factor.shape, dtype=DOUBLE, generator=g)
@@ -91,7 +91,7 @@ def test_classes_without_inducing_points_keep_the_prior_unless_b_couples_them():
 def shared(c):
     kernel = RBF()
     z = {"inputs": torch.randn(4, 2, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))}
-    kernel.start(z, "inputs")
+    kernel.initialize(z, "inputs")
     return Process(kernel, Inducing(z, torch.zeros(4, dtype=torch.long)), c, None, start=0.7)
 
 

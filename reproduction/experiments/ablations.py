@@ -15,7 +15,7 @@ from torch import Tensor
 from posthoc.base import Method
 from posthoc.collect.outputs import Outputs
 from posthoc.fmgp import FMGP
-from posthoc.kernels.base import RBF
+from posthoc.kernels import RBF
 from posthoc.likelihoods.base import Gaussian
 from reproduction.experiments.experiment import Experiment, Request
 from reproduction.experiments.regression import FEW, PAPER_FMGP, run

@@ -26,7 +26,7 @@ from posthoc.errors import (
 )
 from posthoc.evaluate.compare import Comparison, compare
 from posthoc.fmgp import FMGP
-from posthoc.kernels.base import RBF, Constant, Kernel, Linear, Matern, White
+from posthoc.kernels import RBF, Constant, Kernel, Linear, Matern, White
 from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood
 from posthoc.methods import (
     ELLA,

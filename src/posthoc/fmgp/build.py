@@ -23,7 +23,7 @@ from posthoc.fmgp.ood import OutOfDistribution
 from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
 from posthoc.fmgp.selection import TEMPERATURE_SCALING, VarianceForm
-from posthoc.kernels.base import Constant, Kernel
+from posthoc.kernels import Constant, Kernel
 from posthoc.likelihoods.base import Categorical, Likelihood
 from posthoc.likelihoods.temperature import best_inverse
 from posthoc.training import History, Ranks, Source, Training, single_thread, train
@@ -88,7 +88,7 @@ def train_form(
     coordinates = Coordinates.of(typical, kernel, standardize=config.standardize)
     reads = set(coordinates.spaces) - {"outputs"} | ({"features"} if ood is not None else set())
     view = PointView(placed(job.train.only(*reads), device, training), coordinates, ood)
-    kernel.start(view.sample(1000, generator), coordinates.default)
+    kernel.initialize(view.sample(1000, generator), coordinates.default)
     process = build_process(config, form, kernel, view, generator)
     fitted = FittedFMGP(process, coordinates, likelihood, ood)
     history = train_fitted(fitted, job, form, config, training, view, fresh)

@@ -9,7 +9,7 @@ from typing import Any, Literal, SupportsFloat
 
 from posthoc.errors import OptionError
 from posthoc.fmgp.inducing_points import as_points
-from posthoc.kernels.base import RBF, as_kernel
+from posthoc.kernels import RBF, as_kernel
 from posthoc.training import Training
 from posthoc.validation import choice, integer
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError
-from posthoc.kernels.base import Kernel
+from posthoc.kernels import Kernel
 
 __all__ = ["Coordinates", "location_and_scale"]
 

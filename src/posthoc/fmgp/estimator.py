@@ -26,7 +26,7 @@ from posthoc.fmgp.objective import TrainingBatch
 from posthoc.fmgp.residuals import LearntResiduals
 from posthoc.fmgp.selection import SELECTION, HeldOut, Selection, VarianceForm, select_form
 from posthoc.io import check_config
-from posthoc.kernels.base import Kernel, describe
+from posthoc.kernels import Kernel, describe
 from posthoc.kernels.registry import kernel_from_file, kernel_of_head
 from posthoc.likelihoods.base import Gaussian, Likelihood
 from posthoc.predictive.base import Predictive

@@ -19,7 +19,7 @@ from posthoc.fmgp.ood import OutOfDistribution, top_margin
 from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
 from posthoc.io import changed, check_config
-from posthoc.kernels.base import Constant, Kernel
+from posthoc.kernels import Constant, Kernel
 from posthoc.likelihoods.base import Categorical, Likelihood
 from posthoc.likelihoods.recalibration import NONE, Recalibration
 from posthoc.predictive.base import Predictive
@@ -193,7 +193,7 @@ class FittedFMGP(nn.Module):
         check_options(saved, options)
         m, num_outputs, spaces = options["num_inducing"], options["num_outputs"], options["spaces"]
         blank = {space: torch.zeros(m, d, dtype=torch.float64) for space, d in spaces.items()}
-        kernel.start(blank, options["default_space"])
+        kernel.initialize(blank, options["default_space"])
         # The order of the inducing points depends on their classes, so these are read before the rest.
         inducing = Inducing(blank, saved.tensors["process.z_class"].long())
         coupling = None if options["shared"] else OutputCovariance(num_outputs, options["rank"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posthoc.fmgp.process import Process
-from posthoc.kernels.base import Points
+from posthoc.kernels import Points
 from posthoc.likelihoods.base import Likelihood
 
 __all__ = ["Objective", "TrainingBatch"]

@@ -1,4 +1,8 @@
-"""B, the covariance among the outputs."""
+"""B, the covariance among the outputs, and the latent Gaussians of outputs coupled by it.
+
+Either all outputs share one variance, V(x) = v(x) B, or inducing points belong to outputs: V(x) = B k(x, x) - UᵀU,
+where U's columns, U_c = W K(Z, (x, c)), are what the inducing points know of each output. Two classes give that V: they
+differ in the tensors that they form."""
 
 from __future__ import annotations
 
@@ -7,7 +11,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-__all__ = ["OutputCovariance"]
+from posthoc.fmgp.covariance import output_covariance
+from posthoc.predictive.latent import Latent
+
+__all__ = ["CoupledLatent", "LowRankLatent", "OutputCovariance", "SeparableLatent"]
 
 SMALLEST = 1e-300
 """The least diagonal of B's factor, squared, whose logarithm is taken."""
@@ -88,3 +95,122 @@ class OutputCovariance(nn.Module):
             inner = torch.eye(factor.shape[1], dtype=own.dtype, device=own.device) + factor.mT @ (factor / own[:, None])
             log_det = own.log().sum() + 2.0 * torch.linalg.cholesky_ex(inner).L.diagonal().log().sum()
         return 0.5 * (self.diagonal().sum() - log_det - self.num_outputs)
+
+
+class SeparableLatent(Latent):
+    """V(x) = v(x) B: independent copies of one process, mixed by a root of B."""
+
+    def __init__(
+        self,
+        coupling: OutputCovariance,
+        variance: Tensor,  # (N,)
+    ) -> None:
+        self.coupling, self.v = coupling, variance[:, None]
+
+    @property
+    def variance(self) -> Tensor:
+        return self.v * self.coupling.diagonal()
+
+    def covariance(self) -> Tensor:
+        return self.v[:, :, None] * self.coupling.matrix()
+
+    def difference(self, top: Tensor) -> Tensor:
+        # Where two outputs move together their difference may round to less than nothing.
+        return (self.v * self.coupling.difference(top).clamp_min(0.0)).scatter(-1, top[:, None], 0.0)
+
+
+class CoupledLatent(Latent):
+    """For few outputs: U is held, C x N x M numbers."""
+
+    def __init__(
+        self,
+        coupling: OutputCovariance,
+        k_diag: Tensor,  # (N,)
+        k_xz: Tensor,  # (N, M)
+        w: Tensor,  # (M, M)
+        present: Tensor,  # (J,), the outputs that own inducing points
+        sizes: list[int],  # how many each of them owns; their inducing points stand together
+    ) -> None:
+        self.coupling, self.k_diag = coupling, k_diag[:, None]
+        # U_c = Σ_j B_cj (Σ k(x, z_m) W_m over the inducing points of output j)
+        n, m, j = *k_xz.shape, len(sizes)
+        if sizes.count(sizes[0]) == j:
+            sums = k_xz.reshape(n, j, -1).transpose(0, 1) @ w.mT.reshape(j, -1, m)  # (J, N, M)
+        else:
+            groups = zip(k_xz.split(sizes, -1), w.mT.split(sizes), strict=True)
+            sums = torch.stack([k @ part for k, part in groups])
+        self.taken = (coupling.columns(present) @ sums.reshape(j, -1)).reshape(-1, n, m)  # (C, N, M)
+
+    @property
+    def variance(self) -> Tensor:
+        return (self.k_diag * self.coupling.diagonal() - self.taken.square().sum(-1).mT).clamp_min(0.0)
+
+    def covariance(self) -> Tensor:
+        return output_covariance(self.coupling.matrix(), self.k_diag.squeeze(-1), self.taken)
+
+    def difference(self, top: Tensor) -> Tensor:
+        known = self.taken - self.taken.gather(0, top[None, :, None].expand(1, *self.taken.shape[1:]))
+        prior = self.coupling.difference(top)
+        return (self.k_diag * prior - known.square().sum(-1).mT).clamp_min(0.0)
+
+
+class LowRankLatent(Latent):
+    """For many outputs, where B = F Fᵀ + diag(D) with F of few columns: nothing larger than N x C or N x r x M is held.
+
+    With K_x = diag(k(x, Z)), U_c = Q F_c + D_c s_c, where Q = W K_x F_Z is M x r and s_c sums k(x, z_m) W_m over the
+    inducing points that output c owns (for most outputs, none). So U_c·U_t needs only QᵀQ, Qᵀs_c and s_c·s_t.
+    """
+
+    def __init__(
+        self,
+        coupling: OutputCovariance,
+        k_diag: Tensor,  # (N,)
+        k_xz: Tensor,  # (N, M)
+        w: Tensor,  # (M, M)
+        z_class: Tensor,  # (M,), the output that owns each inducing point
+        present: Tensor,  # (J,), the outputs that own any
+    ) -> None:
+        self.coupling, self.k_diag, self.k_xz, self.w = coupling, k_diag[:, None], k_xz, w
+        self.z_class, self.present = z_class, present
+        factor, diagonal = coupling.parts()
+        assert diagonal is not None
+        self.factor, self.own = factor, diagonal  # F (C, r) and D (C,)
+        self.q = (k_xz[:, None, :] * factor[z_class].mT) @ w.mT  # (N, r, M), Qᵀ
+        self.gram = self.q @ self.q.mT  # (N, r, r), QᵀQ
+        self.qs = (self.q @ w) * k_xz[:, None, :]  # (N, r, M), to be summed over the inducing points of an output: Qᵀs
+        self.owner = (z_class[:, None] == present).to(k_xz)  # (M, J)
+
+    @property
+    def variance(self) -> Tensor:
+        return (self.k_diag * self.coupling.diagonal() - self._known()).clamp_min(0.0)
+
+    def covariance(self) -> Tensor:
+        classes = torch.arange(len(self.factor), device=self.k_xz.device)
+        b = self.factor[self.z_class] @ self.factor.mT + self.own * (self.z_class[:, None] == classes)  # (M, C)
+        taken = (self.k_xz[:, :, None] * b).mT @ self.w.mT  # (N, C, M)
+        return output_covariance(self.coupling.matrix(), self.k_diag.squeeze(-1), taken.transpose(0, 1))
+
+    def difference(self, top: Tensor) -> Tensor:
+        known, label = self._known(), top[:, None]
+        prior = self.coupling.difference(top)
+        apart = known + known.gather(-1, label) - 2.0 * self._known_with(top)
+        return (self.k_diag * prior - apart).clamp_min(0.0).scatter(-1, label, 0.0)
+
+    def _known(self) -> Tensor:  # (N, C)
+        """|U_c|²."""
+        f, d = self.factor, self.own[self.present]
+        outer = (f[:, :, None] * f[:, None, :]).flatten(1)  # (C, r²)
+        cross = torch.einsum("nrj,jr->nj", self.qs @ self.owner, f[self.present])
+        same = self.owner @ self.owner.mT * (self.w.mT @ self.w)
+        alone = ((self.k_xz @ same) * self.k_xz) @ self.owner  # |s_j|²
+        return (self.gram.flatten(1) @ outer.mT).index_add(1, self.present, d * (2.0 * cross + d * alone))
+
+    def _known_with(self, top: Tensor) -> Tensor:  # (N, C)
+        """U_c·U_top."""
+        f, d = self.factor, self.own
+        mine = (self.z_class == top[:, None]).to(self.k_xz)  # (N, M), the inducing points of the top output
+        f_top, d_top = f[top], d[top][:, None]
+        toward = torch.einsum("nrs,ns->nr", self.gram, f_top) + d_top * torch.einsum("nrm,nm->nr", self.qs, mine)
+        pull = torch.einsum("nrm,nr->nm", self.qs, f_top)
+        pull = pull + d_top * self.k_xz * ((self.k_xz * mine) @ (self.w.mT @ self.w))
+        return (toward @ f.mT).index_add(1, self.present, d[self.present] * (pull @ self.owner))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from posthoc.fmgp.coupled import CoupledLatent, LowRankLatent, SeparableLatent
-from posthoc.fmgp.covariance import Correction, correction, marginal_variance
+from posthoc.fmgp.covariance import Correction, correction, marginal_variance, posterior
 from posthoc.fmgp.inducing_points import Inducing
-from posthoc.fmgp.output_covariance import OutputCovariance
-from posthoc.kernels.base import Kernel, Points, gram
+from posthoc.fmgp.output_covariance import CoupledLatent, LowRankLatent, OutputCovariance, SeparableLatent
+from posthoc.kernels import Kernel, Points, gram
 from posthoc.predictive.latent import IndependentLatent, Latent
 
 __all__ = ["Process"]
@@ -58,10 +57,14 @@ class Process(nn.Module):
         return self.l_raw.tril()
 
     def forward(self, x: Points) -> tuple[Latent, Tensor]:
-        """The latent Gaussian at some points, and KL(q | p). The kernel is evaluated once for both."""
-        k_xz, kzz = self.kernel.joint(x, dict(self.z))
+        """The latent Gaussian at some points, and KL(q | p), in one evaluation of the kernel."""
+        k, k_diag = self.kernel.joint(x, dict(self.z)), self.kernel.diag(x)
+        if self.one_variance:
+            variance, kl = posterior(self.l_raw, k, k_diag)
+            return self._one_variance(variance), kl
+        k_xz, kzz = k.split([len(k_diag), len(self.l_raw)])
         c = self._correction(kzz)
-        return self._latent(k_xz, self.kernel.diag(x), c.w), c.kl
+        return self._latent(k_xz, k_diag, c.w), c.kl
 
     def prepare(self) -> Tensor:  # (M, M)
         """W, for `latent` at many batches of points."""
@@ -78,10 +81,12 @@ class Process(nn.Module):
 
     def _latent(self, k_xz: Tensor, k_diag: Tensor, w: Tensor) -> Latent:
         if self.coupling is None or self.separable:  # `one_variance`, in a form that types can follow
-            variance = marginal_variance(k_diag, k_xz, w)
-            if self.coupling is not None:
-                return SeparableLatent(self.coupling, variance)
-            return IndependentLatent(variance[:, None].expand(-1, self.num_outputs))
+            return self._one_variance(marginal_variance(k_diag, k_xz, w))
         if self.coupling.rank is None:
             return CoupledLatent(self.coupling, k_diag, k_xz, w, self.present, self.sizes)
         return LowRankLatent(self.coupling, k_diag, k_xz, w, self.z_class, self.present)
+
+    def _one_variance(self, variance: Tensor) -> Latent:
+        if self.coupling is not None:
+            return SeparableLatent(self.coupling, variance)
+        return IndependentLatent(variance[:, None].expand(-1, self.num_outputs))

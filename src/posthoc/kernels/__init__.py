@@ -1,1 +1,24 @@
-"""Kernels: RBF, Matérn, linear, constant and white, their sums and products, and those of GPyTorch."""
+"""Kernels: RBF, Matérn, linear, constant and white, sums and products of them, and those of GPyTorch."""
+
+from posthoc.kernels.base import Kernel, Points, Space, gram
+from posthoc.kernels.combine import Constant, Product, Sum, White
+from posthoc.kernels.gpytorch import GPyTorchKernel, as_kernel, describe
+from posthoc.kernels.linear import Linear
+from posthoc.kernels.stationary import RBF, Matern
+
+__all__ = [
+    "RBF",
+    "Constant",
+    "GPyTorchKernel",
+    "Kernel",
+    "Linear",
+    "Matern",
+    "Points",
+    "Product",
+    "Space",
+    "Sum",
+    "White",
+    "as_kernel",
+    "describe",
+    "gram",
+]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posthoc.errors import FileError, OptionError
 from posthoc.io import changed
-from posthoc.kernels.base import RBF, Constant, Kernel, Linear, Matern, Points, Product, Sum, White, as_kernel
+from posthoc.kernels import RBF, Constant, Kernel, Linear, Matern, Points, Product, Sum, White, as_kernel
 
 __all__ = ["kernel_from_file", "kernel_from_spec", "kernel_of_head", "same_form"]
 
@@ -111,7 +111,7 @@ class NotGiven(Kernel):
     def spaces(self) -> set[str | None]:
         self._ask()
 
-    def start(self, sample: Points, default: str) -> None:
+    def initialize(self, sample: Points, default: str) -> None:
         self._ask()
 
     def _ask(self) -> NoReturn:

@@ -16,7 +16,7 @@ from posthoc.collect.class_scores import as_logits
 from posthoc.collect.loaders import Batch, copied
 from posthoc.collect.network import read_outputs
 from posthoc.errors import DataError, OptionError
-from posthoc.kernels.base import Linear, Points, Space
+from posthoc.kernels import Linear, Points, Space
 
 __all__ = ["Jacobian", "LastLayerNTK", "Pair", "draw_pairs", "gradients", "products"]
 

@@ -11,7 +11,7 @@ from posthoc.fmgp.covariance import Correction, correction
 from posthoc.fmgp.inducing_points import Inducing
 from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
-from posthoc.kernels.base import Points
+from posthoc.kernels import Points
 from posthoc.methods.ntk.ntk import Jacobian, LastLayerNTK, products
 from posthoc.predictive.latent import DenseLatent, Latent
 

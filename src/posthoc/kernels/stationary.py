@@ -1,0 +1,208 @@
+"""Stationary kernels, functions of the distance between two points: RBF and Matérn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from posthoc.errors import OptionError
+from posthoc.kernels.base import BlockKernel, Points, Space, log_of_one, log_positive
+
+__all__ = ["RBF", "Matern"]
+
+
+class _Stationary(BlockKernel):
+    """amplitude · shape(distance), with one length-scale for each dimension."""
+
+    def __init__(
+        self,
+        on: Space | None = None,
+        lengthscale: float | Tensor | None = None,
+        amplitude: float = 1.0,
+    ) -> None:
+        super().__init__(on)
+        self.from_median = lengthscale is None
+        scales = log_positive(1.0 if lengthscale is None else lengthscale, "length-scales")
+        self.log_lengthscale = nn.Parameter(scales.reshape(-1))
+        self.log_amplitude = log_of_one(amplitude, "an amplitude")
+
+    def initialize(self, sample: Points, default: str) -> None:
+        super().initialize(sample, default)
+        x = self.block(sample)
+        log_scale = self.log_lengthscale.detach().to(x.device)
+        if self.from_median:
+            log_scale = median_distance(x).log().reshape(1)
+        if log_scale.numel() not in (1, x.shape[1]):
+            raise OptionError(
+                f"Expected one length-scale, or one for each of the {x.shape[1]} {self.on}, got {log_scale.numel()}."
+            )
+        learned = self.log_lengthscale.requires_grad
+        self.log_lengthscale = nn.Parameter(log_scale.expand(x.shape[1]).clone(), requires_grad=learned)
+
+    def recipe(self) -> dict[str, Any]:
+        recipe = super().recipe()
+        if self.from_median:
+            recipe["start"]["log_lengthscale"][0] = None
+        return recipe
+
+    def begin(self, start: Mapping[str, Any]) -> None:
+        super().begin(start)
+        if "log_lengthscale" in start:
+            self.from_median = start["log_lengthscale"][0] is None
+
+    def diag(self, a: Points) -> Tensor:
+        return self.log_amplitude.exp().expand(len(self.block(a)))
+
+
+class RBF(_Stationary):
+    """amplitude · exp(-½ Σ_j (x_j - x'_j)² / l_j²). The paper prints l_j where we, as usual, square it.
+
+    Args:
+        on: the block to read: "inputs", "features" or "outputs"; by default the first there is of features, inputs,
+            outputs.
+        lengthscale: the initial l, one number or one for each dimension; by default the median distance of a sample.
+        amplitude: the initial amplitude.
+
+    Example:
+        >>> kernel = RBF(on="inputs", lengthscale=1.0, amplitude=4.0)
+        >>> x = {"inputs": torch.zeros(2, 3, dtype=torch.float64)}
+        >>> float(kernel(x, x)[0, 1].detach())
+        4.0
+    """
+
+    def forward(self, a: Points, b: Points) -> Tensor:
+        parameters = self.log_lengthscale, self.log_amplitude
+        return _RBF.apply(self.block(a), self.block(b), *parameters)  # type: ignore[no-untyped-call]
+
+    def joint(self, x: Points, z: Points) -> Tensor:
+        a, b = self.block(x), self.block(z)
+        if a.requires_grad:
+            return super().joint(x, z)
+        return _JointRBF.apply(a, b, self.log_lengthscale, self.log_amplitude)  # type: ignore[no-untyped-call]
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "rbf", "on": self.on}
+
+
+class Matern(_Stationary):
+    """The Matérn family, rougher than RBF, which is its limit.
+
+    Args:
+        nu: the smoothness: 0.5, 1.5 or 2.5.
+        on: as in `RBF`.
+        lengthscale: as in `RBF`.
+        amplitude: the initial amplitude.
+
+    Example:
+        >>> Matern(nu=1.5).spec()
+        {'type': 'matern', 'on': None, 'nu': 1.5}
+    """
+
+    def __init__(
+        self,
+        nu: float = 2.5,
+        on: Space | None = None,
+        lengthscale: float | Tensor | None = None,
+        amplitude: float = 1.0,
+    ) -> None:
+        super().__init__(on, lengthscale, amplitude)
+        if nu not in (0.5, 1.5, 2.5):
+            raise OptionError(f"Expected nu of 0.5, 1.5 or 2.5, got {nu}.")
+        self.nu = nu
+
+    def forward(self, a: Points, b: Points) -> Tensor:
+        inverse = (-self.log_lengthscale).exp()
+        # Differences, not products: the square root would turn a rounding of 1e-16 into one of 1e-8.
+        r = torch.cdist(self.block(a) * inverse, self.block(b) * inverse, compute_mode="donot_use_mm_for_euclid_dist")
+        r = math.sqrt(2.0 * self.nu) * r
+        decay = (self.log_amplitude - r).exp()
+        if self.nu == 0.5:
+            return decay
+        return (1.0 + r) * decay if self.nu == 1.5 else (1.0 + r + r.square() / 3.0) * decay
+
+    def spec(self) -> dict[str, Any]:
+        return {"type": "matern", "on": self.on, "nu": self.nu}
+
+
+class _RBF(torch.autograd.Function):
+    """The RBF kernel (N, M) between the rows of a and b, with one derived backward pass instead of a dozen nodes.
+
+    In scaled coordinates x and y, with P = K̄ ∘ K: x̄ = P y - (P 1) x and ȳ = Pᵀ x - (Pᵀ 1) y, and Σ_i x_i x̄_i +
+    Σ_j y_j ȳ_j is minus the gradient of log l.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, log_lengthscale: Tensor, log_amplitude: Tensor) -> Tensor:
+        inverse = (-log_lengthscale).exp()
+        scaled = scale(a, b, inverse)
+        half = half_norm(scaled)
+        x, y = scaled.split([len(a), len(b)])
+        k = exponential(x, half[: len(a)], y, half[len(a) :], log_amplitude)
+        ctx.save_for_backward(x, y, k, inverse)
+        return k
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, y, k, inverse = ctx.saved_tensors
+        p = grad * k
+        rows = p.sum(-1, keepdim=True)
+        x_grad = (p @ y).addcmul_(rows, x, value=-1)
+        y_grad = (p.mT @ x).addcmul_(p.sum(0)[:, None], y, value=-1)
+        scale_grad = (x * x_grad).sum(0).add_((y * y_grad).sum(0)).neg_()
+        return x_grad * inverse, y_grad * inverse, scale_grad, rows.sum()
+
+
+class _JointRBF(torch.autograd.Function):
+    """K(a, b) above K(b, b), (N + M, M), for a without gradient, as in training: half the products of two calls.
+
+    With P and Q the products K̄ ∘ K of the two parts, ȳ = Pᵀ x - (Pᵀ 1) y + (Q + Qᵀ) y - ((Q + Qᵀ) 1) y.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, log_lengthscale: Tensor, log_amplitude: Tensor) -> Tensor:
+        inverse, n = (-log_lengthscale).exp(), len(a)
+        scaled = scale(a, b, inverse)
+        half = half_norm(scaled)
+        k = exponential(scaled, half, scaled[n:], half[n:], log_amplitude)
+        ctx.save_for_backward(scaled, k, inverse)
+        return k
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        scaled, k, inverse = ctx.saved_tensors
+        sizes = [len(scaled) - k.shape[1], k.shape[1]]
+        product = grad * k
+        (x, y), (p, q) = scaled.split(sizes), product.split(sizes)
+        both, px = q + q.mT, p.mT @ x
+        y_grad = torch.addmm(px, both, y).addcmul_((p.sum(0) + both.sum(0))[:, None], y, value=-1)
+        scale_grad = (p.sum(-1) @ x.square()).sub_((y * (y_grad + px)).sum(0))
+        return None, y_grad * inverse, scale_grad, product.sum()
+
+
+def scale(a: Tensor, b: Tensor, inverse: Tensor) -> Tensor:  # (N + M, D)
+    """Both blocks in units of the length-scales. Products lose digits far from the origin, so b's first row becomes
+    the origin; distances do not depend on it."""
+    return torch.cat([a, b]).sub_(b[:1]).mul_(inverse)
+
+
+def half_norm(x: Tensor) -> Tensor:  # (N, 1)
+    return torch.linalg.vecdot(x, x).mul_(-0.5)[:, None]
+
+
+def exponential(x: Tensor, half_x: Tensor, y: Tensor, half_y: Tensor, log_amplitude: Tensor) -> Tensor:  # (N, M)
+    """amplitude · exp(-½|x - y|²), by -½|x - y|² = x·y - ½|x|² - ½|y|², with the amplitude in the exponent."""
+    return torch.addmm(half_x, x, y.mT).add_(half_y.mT + log_amplitude).clamp_max_(log_amplitude).exp_()
+
+
+def median_distance(x: Tensor) -> Tensor:  # ()
+    """The median distance between different rows, or 1 where there is none."""
+    distances = torch.pdist(x)
+    distances = distances[distances > 0]
+    return distances.median() if distances.numel() else x.new_ones(())
