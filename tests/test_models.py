@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -37,7 +35,7 @@ def package(tmp_path, monkeypatch):
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] == "own_nets":
+        if name.startswith("own_"):
             del sys.modules[name]
 
 
@@ -76,7 +74,7 @@ def test_code_is_not_run_unless_it_is_trusted(package):
     assert "own_nets" not in sys.modules
 
 
-def test_a_transform_is_not_run_unless_it_is_trusted(package, fake_torchvision):
+def test_a_transform_is_not_run_unless_it_is_trusted(package, fake_libraries):
     (package / "own_nets.py").write_text("raise SystemExit('this ran')")
     with pytest.raises(OptionError, match=r"could do anything.*--trust-code"):
         open_predictor("torchvision:tiny", transform="own_nets:transform")
@@ -193,7 +191,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
 
 
 class Brighter(nn.Module):
-    """A transform as torchvision's are: a module that tells its settings."""
+    """A transform as torchvision's are: a module whose representation shows its settings."""
 
     def __init__(self, *, by: float) -> None:
         super().__init__()
@@ -206,110 +204,92 @@ class Brighter(nn.Module):
         return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy()) / 255.0 + self.by
 
 
-@dataclass
-class Weights:
-    seed: int
-    transforms: Any
-
-
 class TinyWeights(Enum):
-    V1 = Weights(1, partial(Brighter, by=0.1))
-    V2 = Weights(2, partial(Brighter, by=0.2))
-    DEFAULT = V2
+    V1 = 1  # the seed of the network
+    V2 = 2
+    DEFAULT = 2
 
-    @property
-    def transforms(self) -> Any:
-        return self.value.transforms
+    def transforms(self) -> Brighter:
+        return Brighter(by=self.value / 10)
 
 
 def get_model(name: str, *, weights: TinyWeights | None = None, num_classes: int = 3) -> TinyNet:
     assert name == "tiny"
-    if weights is None:
-        return TinyNet(num_classes)
-    assert os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
-    return TinyNet(seed=weights.value.seed)
+    assert weights is None or os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
+    return TinyNet(num_classes) if weights is None else TinyNet(seed=weights.value)
 
 
-def get_model_weights(name: str) -> type[TinyWeights]:
-    assert name == "tiny"
-    return TinyWeights
+def create_model(name: str, pretrained: bool = False, num_classes: int = 3) -> TinyNet:
+    assert not pretrained or os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
+    return TinyNet(num_classes, seed={"tiny": 2, "tiny.v1": 1, "tiny.v2": 2}[name] if pretrained else 0)
 
 
-@pytest.fixture
-def fake_torchvision(monkeypatch):
-    module, models = ModuleType("torchvision"), ModuleType("torchvision.models")
-    vars(models).update(get_model=get_model, get_model_weights=get_model_weights, list_models=lambda: ["tiny", "huge"])
-    monkeypatch.setitem(sys.modules, "torchvision", module)
-    monkeypatch.setitem(sys.modules, "torchvision.models", models)
-
-
-@pytest.mark.parametrize(("weights", "seed"), [(None, 2), ("DEFAULT", 2), ("V1", 1), ("V2", 2), ("TinyWeights.V1", 1)])
-def test_torchvision_with_published_weights(fake_torchvision, weights, seed):
-    predictor = open_predictor("torchvision:tiny", weights=weights)
-    wanted = expected(raw(ROWS) + seed / 10, net=TinyNet(seed=seed))
-    assert_close(outputs(predictor, images(ROWS)), wanted, "outputs", "features")
-    assert predictor.identity["transform"] == f"Brighter( by={seed / 10} )"
-    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
-
-
-def test_torchvision_with_a_file_and_without_a_transform(fake_torchvision, tmp_path):
-    trained = TinyNet(num_classes=7, seed=5)
-    save_file(trained.state_dict(), tmp_path / "w.safetensors")
-    predictor = open_predictor("torchvision:tiny", weights=str(tmp_path / "w.safetensors"))
-    assert_close(outputs(predictor, images(ROWS)), expected(raw(ROWS) + 0.2, net=trained), "outputs", "features")
-    plain = open_predictor("torchvision:tiny", weights=str(tmp_path / "w.safetensors"), transform="none")
-    assert_close(outputs(plain, images(ROWS)), expected(raw(ROWS), net=trained), "outputs", "features")
-
-
-def test_torchvision_names_that_do_not_exist(fake_torchvision):
-    with pytest.raises(OptionError, match="Do you mean tiny"):
-        open_predictor("torchvision:tinny")
-    with pytest.raises(OptionError, match="The weights are: V1, V2, DEFAULT"):
-        open_predictor("torchvision:tiny", weights="V3")
-    with pytest.raises(DataError, match="Expected an image a row for this predictor, got numbers"):
-        outputs(open_predictor("torchvision:tiny"), [np.ones(3)])
+def create_transform(by: float, is_training: bool = True) -> Brighter:
+    assert not is_training
+    return Brighter(by=by)
 
 
 @pytest.fixture
-def fake_timm(monkeypatch):
-    module, data = ModuleType("timm"), ModuleType("timm.data")
-    seeds = {"tiny": 2, "tiny.v1": 1, "tiny.v2": 2}
-
-    def create_model(name: str, pretrained: bool = False, num_classes: int = 3) -> TinyNet:
-        assert not pretrained or os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
-        return TinyNet(num_classes, seed=seeds[name] if pretrained else 0)
-
-    def list_models(filter: str = "", *, include_tags: bool = False) -> list[str]:
-        return ["tiny.v1", "tiny.v2"] if include_tags else ["tiny"]
-
-    def create_transform(by: float, is_training: bool = True) -> Brighter:
-        assert not is_training
-        return Brighter(by=by)
-
-    vars(module).update(create_model=create_model, list_models=list_models)
-    vars(data).update(resolve_model_data_config=lambda model: {"by": 0.3}, create_transform=create_transform)
-    monkeypatch.setitem(sys.modules, "timm", module)
-    monkeypatch.setitem(sys.modules, "timm.data", data)
+def fake_libraries(monkeypatch):
+    tiny = {"get_model": get_model, "get_model_weights": lambda name: TinyWeights, "list_models": lambda: ["tiny"]}
+    timm = {
+        "create_model": create_model,
+        "list_models": lambda filter="", include_tags=False: ["tiny.v1", "tiny.v2"] if include_tags else ["tiny"],
+    }
+    data = {"resolve_model_data_config": lambda model: {"by": 0.2}, "create_transform": create_transform}
+    fakes = {"torchvision": {}, "torchvision.models": tiny, "timm": timm, "timm.data": data}
+    for name, functions in fakes.items():
+        module = ModuleType(name)
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 @pytest.mark.parametrize(
-    ("name", "weights", "seed"),
-    [("tiny", None, 2), ("tiny", "DEFAULT", 2), ("tiny", "v1", 1), ("tiny.v1", None, 1), ("tiny.v1", "v2", 2)],
+    ("name", "weights", "seed", "bright"),
+    [
+        *(("torchvision:tiny", weights, 2, 0.2) for weights in (None, "DEFAULT", "V2")),
+        *(("torchvision:tiny", weights, 1, 0.1) for weights in ("V1", "TinyWeights.V1")),
+        *(("timm:tiny", weights, 2, 0.2) for weights in (None, "DEFAULT")),
+        ("timm:tiny", "v1", 1, 0.2),
+        ("timm:tiny.v1", None, 1, 0.2),
+        ("timm:tiny.v1", "v2", 2, 0.2),
+    ],
 )
-def test_timm_with_published_weights(fake_timm, name, weights, seed):
-    predictor = open_predictor(f"timm:{name}", weights=weights)
-    wanted = expected(raw(ROWS) + 0.3, net=TinyNet(seed=seed))
+def test_published_weights(fake_libraries, name, weights, seed, bright):
+    predictor = open_predictor(name, weights=weights)
+    wanted = expected(raw(ROWS) + bright, net=TinyNet(seed=seed))
     assert_close(outputs(predictor, images(ROWS)), wanted, "outputs", "features")
+    assert predictor.identity["transform"] == f"Brighter( by={bright} )"
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
 
-def test_timm_with_a_file_and_names_that_do_not_exist(fake_timm, tmp_path):
+@pytest.mark.parametrize("name", ["torchvision:tiny", "timm:tiny"])
+def test_a_file_of_weights_with_and_without_the_transform(fake_libraries, tmp_path, name):
     trained = TinyNet(num_classes=7, seed=5)
-    torch.save(trained.state_dict(), tmp_path / "w.pth")
-    predictor = open_predictor("timm:tiny", weights=str(tmp_path / "w.pth"))
-    assert_close(outputs(predictor, images(ROWS)), expected(raw(ROWS) + 0.3, net=trained), "outputs", "features")
-    for name, weights in [("tinny", None), ("tiny", "v3")]:
-        with pytest.raises(OptionError, match=r"Do you mean .*tiny"):
-            open_predictor(f"timm:{name}", weights=weights)
+    save_file(trained.state_dict(), tmp_path / "w.safetensors")
+    for transform, bright in ((None, 0.2), ("none", 0.0)):
+        predictor = open_predictor(name, weights=str(tmp_path / "w.safetensors"), transform=transform)
+        wanted = expected(raw(ROWS) + bright, net=trained)
+        assert_close(outputs(predictor, images(ROWS)), wanted, "outputs", "features")
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "message"),
+    [
+        ("torchvision:tinny", None, "Do you mean tiny"),
+        ("torchvision:tiny", "V3", "The weights are: V1, V2, DEFAULT"),
+        ("timm:tinny", None, r"Do you mean .*tiny"),
+        ("timm:tiny", "v3", r"Do you mean .*tiny"),
+    ],
+)
+def test_names_that_do_not_exist(fake_libraries, name, weights, message):
+    with pytest.raises(OptionError, match=message):
+        open_predictor(name, weights=weights)
+
+
+def test_a_network_for_images_refuses_numbers(fake_libraries):
+    with pytest.raises(DataError, match="Expected an image a row for this predictor, got numbers"):
+        outputs(open_predictor("torchvision:tiny"), [np.ones(3)])
 
 
 # The libraries themselves, where they are
