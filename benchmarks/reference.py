@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.kernels import RBF
-from posthoc.likelihoods.base import Categorical, Gaussian
+from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.gaussian import Gaussian
 
 __all__ = ["DenseFMGP", "endless", "loader", "train_reference"]
 

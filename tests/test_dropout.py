@@ -17,7 +17,6 @@ from posthoc.io import read_head, write_head
 from posthoc.likelihoods.base import Likelihood
 from posthoc.methods import Dropout
 from posthoc.methods.weights.sampling import likeliest_noise, set_noise
-from posthoc.predictive.from_samples import from_draws
 from tests.cases import WIDTH, Noisy, answers, in_eval, inputs, labels, same, values
 
 S, N, C = 7, 5, 3
@@ -30,7 +29,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 def gaussian(width: int = C) -> Gaussian:
     """Noise of 0.5 in units of each output's scale, 2, 4, 6, …"""
     likelihood = Gaussian()
-    likelihood.start(torch.zeros(2, width), 2.0 * torch.arange(1.0, width + 1).expand(2, width))
+    likelihood.initialize(torch.zeros(2, width), 2.0 * torch.arange(1.0, width + 1).expand(2, width))
     with torch.no_grad():
         likelihood.log_noise.fill_(np.log(0.5))
     return likelihood
@@ -45,7 +44,7 @@ def categorical(temperature: float = 1.0) -> Categorical:
 
 def test_probabilities_are_averages_of_softmaxes():
     draws = drawn(S, N, C)
-    pred = from_draws(draws, categorical(2.0))
+    pred = categorical(2.0).predictive_from_draws(draws)
     p = np.exp(draws.numpy() / 2.0)
     expected = (p / p.sum(-1, keepdims=True)).mean(0)
     np.testing.assert_allclose(pred.probs.numpy(), expected, rtol=1e-12)
@@ -58,7 +57,7 @@ def test_probabilities_are_averages_of_softmaxes():
 def test_moments_are_those_of_the_draws(task):
     draws = drawn(S, N, C)
     classes = task == "classification"
-    pred = from_draws(draws, categorical() if classes else gaussian(), covariance=True)
+    pred = (categorical() if classes else gaussian()).predictive_from_draws(draws, covariance=True)
     noise = np.zeros(C) if classes else 0.5 * np.array([2.0, 4.0, 6.0]) ** 2
     spread = pred.latent if classes else pred
     np.testing.assert_allclose(pred.latent.mean, draws.numpy().mean(0))
@@ -66,14 +65,14 @@ def test_moments_are_those_of_the_draws(task):
     for n in range(N):
         expected = np.cov(draws[:, n].numpy(), rowvar=False, bias=True) + np.diag(noise)
         np.testing.assert_allclose(spread.covariance[n], expected, rtol=1e-6, atol=1e-12)
-    without = from_draws(draws, categorical() if classes else gaussian())
+    without = (categorical() if classes else gaussian()).predictive_from_draws(draws)
     with pytest.raises(OptionError, match="covariance=True"):
         _ = without.latent.covariance
 
 
 def test_regression_without_a_column_has_none_in_the_answer():
     draws = drawn(S, N)
-    pred = from_draws(draws, gaussian(1))
+    pred = gaussian(1).predictive_from_draws(draws)
     assert pred.mean.shape == pred.noise.shape == pred.latent_variance.shape == (N,)
     np.testing.assert_allclose(pred.latent_variance, draws.numpy().var(0))
     assert pred.covariance.shape == (N, 1, 1)
@@ -81,17 +80,17 @@ def test_regression_without_a_column_has_none_in_the_answer():
 
 def test_mutual_information_is_entropy_less_the_mean_entropy():
     draws = 2.0 * drawn(S, N, C)
-    pred = from_draws(draws, categorical(0.7))
+    pred = categorical(0.7).predictive_from_draws(draws)
     p = torch.softmax(draws / 0.7, -1).numpy()
     entropy = lambda q: -(q * np.log(q)).sum(-1)  # noqa: E731
     np.testing.assert_allclose(pred.mutual_information(), entropy(p.mean(0)) - entropy(p).mean(0), rtol=1e-9)
-    agreed = from_draws(draws[:1].expand(S, -1, -1), categorical())
+    agreed = categorical().predictive_from_draws(draws[:1].expand(S, -1, -1))
     np.testing.assert_allclose(agreed.mutual_information(), 0.0, atol=1e-12)
 
 
 def test_samples_are_whole_functions():
     draws = drawn(S, N, C)
-    some = from_draws(draws, categorical()).latent.sample(700, torch.Generator().manual_seed(1))
+    some = categorical().predictive_from_draws(draws).latent.sample(700, torch.Generator().manual_seed(1))
     which = [[torch.equal(f, draw) for draw in draws].index(True) for f in some]  # the same draw for every row
     count = Counter(which)
     assert set(count) == set(range(S))
@@ -100,7 +99,7 @@ def test_samples_are_whole_functions():
 
 def test_samples_of_a_regression_have_noise_around_the_functions():
     draws = drawn(S, N, C)
-    pred = from_draws(draws, gaussian(), covariance=True)
+    pred = gaussian().predictive_from_draws(draws, covariance=True)
     some = pred.sample(40_000, torch.Generator().manual_seed(1)).numpy()
     np.testing.assert_allclose(some.mean(0), pred.mean, atol=0.1)
     for n in range(N):
@@ -112,8 +111,8 @@ def test_samples_of_a_regression_have_noise_around_the_functions():
 @pytest.mark.parametrize("likelihood", [categorical(2.0), gaussian()])
 def test_rows_batches_and_devices(likelihood: Likelihood):
     draws = drawn(S, N, C)
-    whole = from_draws(draws, likelihood, covariance=True)
-    parts = [from_draws(draws[:, rows], likelihood, covariance=True) for rows in (slice(0, 2), slice(2, N))]
+    whole = likelihood.predictive_from_draws(draws, covariance=True)
+    parts = [likelihood.predictive_from_draws(draws[:, rows], covariance=True) for rows in (slice(0, 2), slice(2, N))]
     joined = type(whole).cat(parts)
     assert same(answers(joined), answers(whole))
     assert torch.equal(
@@ -131,7 +130,7 @@ def test_rows_batches_and_devices(likelihood: Likelihood):
 
 def test_half_precision_is_worked_out_in_more():
     draws = (1000.0 + drawn(S, N, C)).to(torch.float16)
-    pred = from_draws(draws, categorical())
+    pred = categorical().predictive_from_draws(draws)
     assert (
         pred.latent.mean.dtype
         == pred.latent.variance.dtype
@@ -166,7 +165,7 @@ def test_noise_is_never_gone():
 @pytest.mark.parametrize("form", ["shared", "per_output"])
 def test_noise_is_given_in_the_users_units(form):
     likelihood = Gaussian(form)
-    likelihood.start(torch.zeros(2, 2, dtype=torch.float64), torch.tensor([[10.0, 1.0], [10.0, 1.0]]))
+    likelihood.initialize(torch.zeros(2, 2, dtype=torch.float64), torch.tensor([[10.0, 1.0], [10.0, 1.0]]))
     set_noise(likelihood, torch.tensor([200.0, 1.0], dtype=torch.float64))
     expected = [150.0, 1.5] if form == "shared" else [200.0, 1.0]
     assert (likelihood.noise * likelihood.scale.square()).tolist() == pytest.approx(expected, rel=1e-12)

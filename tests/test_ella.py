@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc import Outputs
 from posthoc.errors import DataError, FileError, LayerError, OptionError
-from posthoc.likelihoods.base import Categorical, Gaussian
+from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.ntk.ella import ELLA
 from posthoc.methods.ntk.subspace import grid, leading, scores
 from posthoc.predictive.latent import FactorLatent

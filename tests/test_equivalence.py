@@ -11,7 +11,7 @@ import torch
 from posthoc import FMGP, RBF, Categorical, Constant, Linear, Outputs
 from posthoc.fmgp.covariance import correction, marginal_variance
 from posthoc.kernels import gram
-from posthoc.likelihoods.base import gaussian_energy
+from posthoc.likelihoods.gaussian import gaussian_energy
 from tests import oracles
 
 DOUBLE = torch.float64

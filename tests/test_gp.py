@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, LayerError, MissingExtraError, OptionError, TrainingError
 from posthoc.io import read_head
-from posthoc.likelihoods.base import Gaussian
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.gp import GP
 from posthoc.methods.gp_processes import Exact, Sparse, _LogDensity
 from tests.cases import AnyWidth, inputs, mlp, recorded, values

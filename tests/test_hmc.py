@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc.collect.loaders import Batch
 from posthoc.errors import DataError, FileError, MissingExtraError, OptionError, PosthocWarning
-from posthoc.likelihoods.base import Categorical, Gaussian
+from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.hmc import HMC
 from posthoc.methods.weights.hmc_sampler import UNIFORM_UP_TO, WeightPosterior, agreement, noise_bound
 from posthoc.methods.weights.network import LabelledBatch
@@ -58,7 +59,7 @@ def test_the_energy_is_minus_the_log_density():
     """Its differences, from the distributions' own densities and the derivative of σ²(u)."""
     x, y = line()
     likelihood = Gaussian("per_output")
-    likelihood.start(torch.zeros_like(y), y)
+    likelihood.initialize(torch.zeros_like(y), y)
     posterior = WeightPosterior(
         answer=lambda w, labelled: labelled.batch.args[0] @ w[:, None],
         batches=[LabelledBatch(Batch((x,), {}, None), y)],

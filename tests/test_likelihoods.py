@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posthoc import Categorical, Gaussian, OptionError
-from posthoc.likelihoods.base import gaussian_energy
+from posthoc.likelihoods.gaussian import gaussian_energy
 from posthoc.predictive.latent import IndependentLatent
 from tests import oracles
 from tests.oracles import DenseLatent
@@ -59,9 +59,9 @@ def test_several_outputs_train_on_what_log_prob_reports():
     likelihood = Gaussian(noise="per_output")
     g = torch.Generator().manual_seed(0)
     outputs, targets = (torch.randn(5, 3, dtype=DOUBLE, generator=g) * torch.tensor([1.0, 10.0, 0.1]) for _ in range(2))
-    likelihood.start(outputs, targets)
+    likelihood.initialize(outputs, targets)
     latent = random_latent(5, 3)
-    mean, target = likelihood.standardise(outputs, targets)
+    mean, target = likelihood.standardize(outputs, targets)
     energy = likelihood.energy(mean, latent, target, 1.0)
     log_prob = likelihood.predictive(outputs, latent).log_prob(targets)
     torch.testing.assert_close(energy - likelihood.scale.log().sum(), log_prob)
@@ -74,7 +74,7 @@ def test_regression_units_come_back():
     predictions = []
     for scale, shift in ((1.0, 0.0), (1000.0, -5.0)):
         likelihood = Gaussian()
-        likelihood.start(scale * outputs + shift, scale * targets + shift)
+        likelihood.initialize(scale * outputs + shift, scale * targets + shift)
         predictions.append(likelihood.predictive(scale * outputs + shift, latent))
     torch.testing.assert_close(predictions[1].std, 1000.0 * predictions[0].std)
     torch.testing.assert_close(predictions[1].noise, 1e6 * predictions[0].noise)

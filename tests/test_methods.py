@@ -134,7 +134,7 @@ def test_temperature_of_shifted_logits_is_the_same():
 def test_temperature_does_not_depend_on_how_rows_are_read(monkeypatch):
     data = classified()
     whole = Temperature(None, "classification").fit(data).likelihood.temperature.item()
-    monkeypatch.setattr("posthoc.likelihoods.temperature.VALUES_AT_ONCE", 7 * 5)
+    monkeypatch.setattr("posthoc.likelihoods.temperature.rows_that_fit", lambda numbers: 7)
     assert Temperature(None, "classification").fit(data).likelihood.temperature.item() == pytest.approx(whole, rel=1e-9)
 
 

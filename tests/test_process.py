@@ -13,7 +13,7 @@ from posthoc.fmgp.objective import Objective, TrainingBatch
 from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
 from posthoc.kernels import gram
-from posthoc.likelihoods.base import Gaussian
+from posthoc.likelihoods.gaussian import Gaussian
 from tests import oracles
 
 DOUBLE = torch.float64

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc.errors import FileError, OptionError, TrainingError
 from posthoc.io import read_head, write_head
-from posthoc.likelihoods.base import Categorical, Gaussian
+from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.random_features import RandomFeatures, SpectralBound, bounded, settle_bounds
 from posthoc.methods.weights.sngp import SNGP, typical_distance
 from tests.cases import Noisy, answers, in_eval, inputs, labels, mlp, same, values

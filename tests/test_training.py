@@ -341,7 +341,7 @@ def test_fit_that_diverges_raises_and_leaves_the_method_unfitted() -> None:
 def test_fit_that_diverges_leaves_an_earlier_one_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     method = fitted()
     before = answers(method.predict(inputs()))
-    monkeypatch.setattr("posthoc.likelihoods.base.gaussian_energy", lambda residual, *rest: residual * math.nan)
+    monkeypatch.setattr("posthoc.likelihoods.gaussian.gaussian_energy", lambda residual, *rest: residual * math.nan)
     with pytest.raises(TrainingError, match="became nan at step 1"):
         method.fit((inputs(seed=12), values(N, 3)))
     assert same(answers(method.predict(inputs())), before)

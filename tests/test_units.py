@@ -69,20 +69,20 @@ def test_the_unit_is_the_best_temperature_of_the_rows_and_a_wrong_one():
         return float(torch.nn.functional.cross_entropy(z / math.exp(log_temperature), y))
 
     best = minimize_scalar(loss, bounds=(-3.0, 3.0), method="bounded", options={"xatol": 1e-10}).x
-    assert suitable_temperature(rows) == pytest.approx(math.exp(best), rel=1e-5)
-    assert suitable_temperature(rows) == pytest.approx(3.0, rel=0.1)
+    assert suitable_temperature(rows.outputs, rows.targets) == pytest.approx(math.exp(best), rel=1e-5)
+    assert suitable_temperature(rows.outputs, rows.targets) == pytest.approx(3.0, rel=0.1)
 
 
 def test_the_networks_own_temperature_stays_unless_another_is_clearly_better():
-    assert suitable_temperature(classified(2000, temperature=1.0)) == 1.0
-    assert suitable_temperature(classified(3, temperature=2.0)) == 1.0
+    for rows in (classified(2000, temperature=1.0), classified(3, temperature=2.0)):
+        assert suitable_temperature(rows.outputs, rows.targets) == 1.0
 
 
 def test_few_rows_that_are_all_right_are_no_reason_to_be_certain():
     rows = classified(40)
     right = rows.with_targets(rows.outputs.argmax(-1))
-    assert 1.0 / best_inverse(right) < 1e-3  # what suits them best
-    p = (right.outputs / suitable_temperature(right)).softmax(-1).amax(-1)
+    assert 1.0 / best_inverse(right.outputs, right.targets) < 1e-3  # what suits them best
+    p = (right.outputs / suitable_temperature(right.outputs, right.targets)).softmax(-1).amax(-1)
     assert 0.9 < float(p.median()) < 0.999
 
 
@@ -92,7 +92,7 @@ def test_a_temperature_that_is_not_learnt_is_that_of_logits_as_they_come(tmp_pat
     assert float(fixed.likelihood.unit) == 1.0
     assert fixed.likelihood.temperature.item() == pytest.approx(1.5)
     learnt = FMGP(None, "classification", variance="separable", **QUICK).fit(train)
-    assert float(learnt.likelihood.unit) == pytest.approx(suitable_temperature(train))
+    assert float(learnt.likelihood.unit) == pytest.approx(suitable_temperature(train.outputs, train.targets))
     learnt.save(tmp_path / "head")
     again = load(tmp_path / "head")
     assert isinstance(again, FMGP)
@@ -142,7 +142,7 @@ def test_there_is_no_exponent_where_it_earns_nothing_or_nothing_is_known():
 
 def test_a_fit_with_an_exponent_is_that_of_logits_divided_beforehand(monkeypatch):
     monkeypatch.setattr(
-        "posthoc.likelihoods.base.suitable_temperature", lambda rows: 2.0
+        "posthoc.likelihoods.categorical.suitable_temperature", lambda *rows: 2.0
     )  # else of other logits for each
     train, new = unusual(400, 0.3), unusual(150, 0.3, seed=3)
     ood = OutOfDistribution.of(train.features, 0.3)

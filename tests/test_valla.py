@@ -14,7 +14,8 @@ from posthoc import Outputs
 from posthoc.errors import DataError, FileError, LayerError, OptionError
 from posthoc.fmgp.minibatches import PointView
 from posthoc.fmgp.objective import Objective
-from posthoc.likelihoods.base import Categorical, Gaussian
+from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.ntk.valla import VaLLA
 from posthoc.predictive.latent import DenseLatent
 from posthoc.training.loop import PlainSteps

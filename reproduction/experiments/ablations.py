@@ -16,7 +16,7 @@ from posthoc.base import Method
 from posthoc.collect.outputs import Outputs
 from posthoc.fmgp import FMGP
 from posthoc.kernels import RBF
-from posthoc.likelihoods.base import Gaussian
+from posthoc.likelihoods.gaussian import Gaussian
 from reproduction.experiments.experiment import Experiment, Request
 from reproduction.experiments.regression import FEW, PAPER_FMGP, run
 from reproduction.experiments.tabular import Problem, problem

@@ -17,7 +17,8 @@ from posthoc.evaluate.cost import synchronize, versions
 from posthoc.evaluate.evaluate import score
 from posthoc.io import atomic_path, require_folder
 from posthoc.kernels.registry import kernel_from_spec
-from posthoc.likelihoods.base import Categorical, Likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.categorical import Categorical
 from reproduction.data.files import cache_folder
 from reproduction.experiments.experiment import Request
 

@@ -27,7 +27,9 @@ from posthoc.errors import (
 from posthoc.evaluate.compare import Comparison, compare
 from posthoc.fmgp import FMGP
 from posthoc.kernels import RBF, Constant, Kernel, Linear, Matern, White
-from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods import (
     ELLA,
     GP,

@@ -36,7 +36,8 @@ from posthoc.errors import (
     PosthocWarning,
 )
 from posthoc.io import check_tensors, head_sha256, read_head, write_head
-from posthoc.likelihoods.base import Likelihood, make_likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.registry import make_likelihood
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.conformal import Conformal, Score
 from posthoc.training import Checkpoint
@@ -122,6 +123,8 @@ class Method(ABC):
     name: ClassVar[str]
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     tasks: ClassVar[tuple[str, ...]] = ("regression", "classification")
+    any_task: ClassVar[bool] = False
+    """Whether the method works with likelihoods of other tasks too."""
     black_box: ClassVar[bool] = True
     """Whether the method needs nothing but outputs (else it needs the network)."""
     fixed_mean: ClassVar[bool] = True
@@ -143,7 +146,7 @@ class Method(ABC):
         self.config = self.Config.build(self.name, options)
         only = self.tasks[0] if len(self.tasks) == 1 else None
         self._likelihood = self._suited(likelihood if likelihood is not None else only)
-        if self._likelihood.task not in self.tasks:
+        if not self.any_task and self._likelihood.task not in self.tasks:
             raise OptionError(f"{self.name} is for {' and '.join(self.tasks)}, not for {self._likelihood.task}.")
         self.device = known_device(self.config.device)
         self.layer: str | None = getattr(self.config, "layer", None)
@@ -445,7 +448,7 @@ class Method(ABC):
         likelihood = copy.deepcopy(self._likelihood)
         row = torch.zeros(()).expand(1, *(self._width or ()))
         likelihood.check_outputs(row)
-        likelihood.start(row, row)
+        likelihood.initialize(row, row)
         return likelihood
 
     def _rows_at_once(self) -> int:

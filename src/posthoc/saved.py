@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from posthoc.collect.class_scores import KINDS
 from posthoc.errors import DataError, OptionError, PosthocError
 from posthoc.io import changed, check_tensors
-from posthoc.likelihoods.base import Likelihood, make_likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.registry import make_likelihood
 
 __all__ = ["Saved"]
 
@@ -84,7 +85,7 @@ class Saved:
             likelihood.check_outputs(row)
         except DataError as error:
             raise changed(self.path, error) from error
-        likelihood.start(row, row)
+        likelihood.initialize(row, row)
 
     def _likelihood(self) -> Likelihood:
         try:

@@ -136,7 +136,7 @@ def read_value(text: str) -> Any:
 def build_method(name: str, task: str, options: dict[str, Any], device: str | None) -> Method:
     """A method by name, with its options."""
     from posthoc.kernels.registry import kernel_from_spec
-    from posthoc.likelihoods.base import make_likelihood
+    from posthoc.likelihoods.registry import make_likelihood
     from posthoc.methods import method_named
 
     options = dict(options)

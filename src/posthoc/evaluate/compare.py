@@ -19,7 +19,8 @@ from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, LayerError, MissingExtraError, OptionError
 from posthoc.evaluate.cost import measured
-from posthoc.likelihoods.base import Likelihood, make_likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.registry import make_likelihood
 from posthoc.methods import REGISTRY, method_named
 
 __all__ = ["Comparison", "Row", "compare", "task_of", "trial"]

@@ -87,8 +87,8 @@ def ranked_probability_score(pred: Predictive, y: Any) -> Tensor:  # (N,)
     """The continuous ranked probability score in closed form, averaged over the outputs."""
     error, std = errors(pred, y), pred.std.double()
     z = error / std.clamp_min(1e-300)  # at a standard deviation of zero the score is the absolute error
-    if pred.law is not None:
-        return row_means(std * pred.law.crps(z))
+    if pred.residuals is not None:
+        return row_means(std * pred.residuals.crps(z))
     density = torch.exp(-0.5 * z.square()) / math.sqrt(2.0 * math.pi)
     # σ [z (2Φ(z) - 1) + 2φ(z) - 1/√π]
     return row_means(error * torch.erf(z / math.sqrt(2.0)) + std * (2.0 * density - 1.0 / math.sqrt(math.pi)))

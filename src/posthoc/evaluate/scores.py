@@ -13,7 +13,8 @@ from torch import Tensor, distributed
 
 from posthoc.errors import DataError, WrongTaskError
 from posthoc.evaluate import metrics as m
-from posthoc.likelihoods.base import Likelihood, make_likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.registry import make_likelihood
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.calibration_error import expected_calibration_error
 

@@ -24,7 +24,8 @@ from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
 from posthoc.fmgp.selection import TEMPERATURE_SCALING, VarianceForm
 from posthoc.kernels import Constant, Kernel
-from posthoc.likelihoods.base import Categorical, Likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import best_inverse
 from posthoc.training import History, Ranks, Source, Training, single_thread, train
 from posthoc.validation import as_numbers
@@ -78,9 +79,8 @@ def train_form(
     likelihood = copy.deepcopy(likelihood).to(device)
     typical = job.train.spread(TYPICAL_ROWS).to(device)
     assert typical.targets is not None
-    likelihood.start(typical.outputs, typical.targets)
-    if isinstance(likelihood, Categorical):
-        likelihood.take_unit(typical)
+    likelihood.initialize(typical.outputs, typical.targets)
+    likelihood.set_unit(typical.outputs, typical.targets)
     ood = None
     if form.ood_exponent and typical.features is not None:
         ood = OutOfDistribution.of(typical.features, form.ood_exponent)
@@ -187,7 +187,8 @@ def temperature_scaling(job: Job, config: FMGPConfig, likelihood: Likelihood, de
     typical = job.train.only().spread(TYPICAL_ROWS).to(device)
     likelihood = copy.deepcopy(likelihood).to(device)
     assert isinstance(likelihood, Categorical)
-    likelihood.unit = torch.full_like(likelihood.unit, 1.0 / best_inverse(typical))
+    assert typical.targets is not None
+    likelihood.unit = torch.full_like(likelihood.unit, 1.0 / best_inverse(typical.outputs, typical.targets))
     kernel = Constant(variance=NO_VARIANCE).to(device)
     coordinates = Coordinates.of(typical, kernel, standardize=config.standardize)
     inducing = Inducing(coordinates.points(typical[:1]), torch.zeros(1, dtype=torch.long))

@@ -23,12 +23,13 @@ from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.fmgp.minibatches import PointView
 from posthoc.fmgp.noise_fit import fit_residuals
 from posthoc.fmgp.objective import TrainingBatch
-from posthoc.fmgp.residuals import LearntResiduals
 from posthoc.fmgp.selection import SELECTION, HeldOut, Selection, VarianceForm, select_form
 from posthoc.io import check_config
 from posthoc.kernels import Kernel, describe
 from posthoc.kernels.registry import kernel_from_file, kernel_of_head
-from posthoc.likelihoods.base import Gaussian, Likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.gaussian import Gaussian
+from posthoc.likelihoods.learned_noise import MixtureNoise
 from posthoc.predictive.base import Predictive
 from posthoc.saved import Saved
 from posthoc.training import History, Ranks, Training
@@ -104,6 +105,7 @@ class FMGP(OldMethod):
     """
 
     name = "fmgp"
+    any_task = True
     wants_unseen = True
     load_options = ("kernel",)
 
@@ -199,13 +201,12 @@ class FMGP(OldMethod):
     ) -> tuple[FittedFMGP, History, Selection]:
         """Trains on all rows, with the distribution of the residuals if it is to be learned."""
         training, rows = self._training(job), len(job.train)
-        if self.config.residuals == "gaussian" or not LearntResiduals.suit(self._likelihood, rows):
-            why = (
-                "as requested" if self.config.residuals == "gaussian" else f"as {rows:,} rows are too few to learn them"
-            )
+        requested = self.config.residuals == "gaussian"
+        likelihood = None if requested else self._likelihood.with_learned_noise(rows, self.config.alpha)
+        if likelihood is None:
+            why = "as requested" if requested else f"as {rows:,} rows are too few to learn them"
             fitted, history = self._train(job, selection.form, training)
             return fitted, history, replace(selection, residuals=f"Gaussian residuals, {why}")
-        likelihood = LearntResiduals.before(self._likelihood, self.config.alpha)
 
         def train(part: Job) -> tuple[FittedFMGP, History]:
             return self._train(part, selection.form, training, likelihood, part_of_rows=part is not job)
@@ -273,7 +274,7 @@ class FMGP(OldMethod):
         w = fitted.prepared()
         # Samples of the logits need their covariance, which is cheap for few classes.
         few = fitted.process.coupling is not None and fitted.process.num_outputs <= MAX_DENSE_OUTPUTS
-        dense = covariance or (few and self.likelihood.task == "classification")
+        dense = covariance or (few and self.likelihood.samples_latent)
 
         def predict(outputs: Outputs) -> Predictive:
             device = outputs.outputs.device
@@ -348,7 +349,7 @@ class FMGP(OldMethod):
         if shape["normals"] is not None and isinstance(likelihood, Gaussian):
             laws = saved.tensors["likelihood.weights"].shape[:-1]
             saved.check_some({"likelihood.weights": (*laws, shape["normals"])})
-            likelihood = LearntResiduals(likelihood, shape["normals"])
+            likelihood = MixtureNoise(likelihood, shape["normals"])
         kernel = kernel_of_head(saved.path, method._kernel, shape["kernel"])
         fitted = FittedFMGP.rebuild(saved, shape, kernel, likelihood)
         if fitted.process.kernel.spec() != shape["kernel"]:

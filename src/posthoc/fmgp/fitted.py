@@ -20,7 +20,8 @@ from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
 from posthoc.io import changed, check_config
 from posthoc.kernels import Constant, Kernel
-from posthoc.likelihoods.base import Categorical, Likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.recalibration import NONE, Recalibration
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.classification import ClassificationPredictive
@@ -106,7 +107,7 @@ class FittedFMGP(nn.Module):
             distance = self.distance(outputs, self.ood)
             latent = Widened(latent, self.ood.extra_variance(distance, outputs.outputs.to(self.device)))
             scale = self.ood.logit_scale(distance) if self.ood.exponent else None
-        pred = self.likelihood.predictive(outputs.outputs, latent, covariance=covariance, stretch=scale)
+        pred = self.likelihood.predictive(outputs.outputs, latent, covariance=covariance, logit_scale=scale)
         return self.recalibration(pred)
 
     def latent(self, outputs: Outputs, w: Tensor) -> Latent:

@@ -46,7 +46,7 @@ class PointView:
     def batch(self, likelihood: Likelihood, rows: Any) -> TrainingBatch:
         part = self.outputs[rows].to(self.coordinates.device)
         assert part.targets is not None
-        mean, target = likelihood.standardise(part.outputs, part.targets)
+        mean, target = likelihood.standardize(part.outputs, part.targets)
         if self.ood is not None and part.features is not None:
             mean = mean / self.ood.logit_scale(self.ood.distance(part.features))
         return TrainingBatch(self.coordinates.points(part), mean, target)

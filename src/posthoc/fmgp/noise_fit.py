@@ -16,8 +16,8 @@ from torch import Tensor
 from posthoc.base import Job
 from posthoc.collect.outputs import Outputs
 from posthoc.fmgp.fitted import FittedFMGP
-from posthoc.fmgp.residuals import LearntResiduals
 from posthoc.fmgp.selection import folds
+from posthoc.likelihoods.learned_noise import MixtureNoise
 from posthoc.training import History, Ranks, run_parallel
 
 __all__ = ["fit_residuals"]
@@ -51,8 +51,8 @@ def fit_residuals(job: Job, train: Callable[[Job], Trained], parallel: bool) -> 
         residuals = [standardized(other, rows) for (other, _), rows in zip(others, held_out, strict=True)]
     else:
         residuals = [standardized(fitted, job.train.spread(MAX_ROWS))]
-    if isinstance(fitted.likelihood, LearntResiduals):
-        fitted.likelihood.settle(torch.cat(residuals))
+    if isinstance(fitted.likelihood, MixtureNoise):
+        fitted.likelihood.set_residuals(torch.cat(residuals))
     Ranks().share(list(fitted.buffers()))
     return fitted, history
 

@@ -128,11 +128,12 @@ def best_exponent(rows: Outputs) -> float:
     ood = OutOfDistribution.of(some.features) if some.features is not None else None
     if ood is None or some.features is None:
         return 0.0
-    distance, scores = ood.distance(some.features), list[float]()
+    assert some.targets is not None
+    distance, labels, scores = ood.distance(some.features), some.targets, list[float]()
     for exponent in EXPONENTS:
         ood.exponent = exponent
-        scaled = some.only().with_outputs(some.outputs.double() / ood.logit_scale(distance))
-        scores.append(best_log_likelihood(scaled))
+        logits = some.outputs.double() / ood.logit_scale(distance)
+        scores.append(best_log_likelihood(logits, labels))
         if scores[-1] < max(scores):  # it has a single maximum
             break
     best = max(scores)

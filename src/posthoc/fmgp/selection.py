@@ -23,7 +23,7 @@ from posthoc.collect.outputs import Outputs
 from posthoc.errors import PosthocWarning
 from posthoc.fmgp.config import FMGPConfig
 from posthoc.fmgp.ood import best_exponent
-from posthoc.likelihoods.base import Categorical, Likelihood
+from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.recalibration import NONE, Recalibration
 from posthoc.predictive.calibration_error import expected_calibration_error
 from posthoc.training import Ranks, run_parallel
@@ -204,7 +204,7 @@ def select_form(
         kl = config.kl or ("copies" if config.variance == "shared" else "once")
         prior = SELECTION.priors[0] if config.variance == "separable" else 0.0
         return Selection(VarianceForm(config.variance, kl, prior), "as requested")
-    if not isinstance(likelihood, Categorical) or likelihood.fixed_temperature is not None or likelihood.draws:
+    if not likelihood.chooses_form:
         few = num_outputs <= SELECTION.max_own_variances
         form = VarianceForm("per_output") if few else VarianceForm("shared", config.kl or "copies")
         return Selection(form, "the default for this likelihood")

@@ -1,4 +1,4 @@
-"""The temperature at which a classifier's confidence is right on average, by its likelihood."""
+"""The temperature at which a classifier's logits have the greatest likelihood."""
 
 from __future__ import annotations
 
@@ -10,32 +10,41 @@ import torch
 from torch import Tensor
 
 from posthoc.collect.outputs import Outputs
+from posthoc.numerics import rows_that_fit
 
-__all__ = ["best_inverse", "best_log_likelihood", "limit_reached", "suitable_temperature"]
+__all__ = ["best_inverse", "best_log_likelihood", "blocks", "limit_reached", "suitable_temperature"]
 
-LEAST, MOST = 1e-4, 1e4
-"""How far logits are apart on average at the least and the greatest 1/τ."""
-VALUES_AT_ONCE = 2**22
-"""Logits read at once."""
+MIN_MARGIN, MAX_MARGIN = 1e-4, 1e4
+"""The root mean square margin of the logits, in units of the temperature, at the least and the greatest 1/τ."""
 TYPICAL = 4096
-"""Rows that a suitable temperature is taken from,"""
-CLEARLY = 2.0
-"""which is the network's own unless the log-likelihood of another is so much greater (Akaike, 1974),"""
-CLOSE, APART = 0.1, 50.0
-"""and leaves logits so far apart."""
+"""The number of rows that a suitable temperature is computed from."""
+MIN_GAIN = 2.0
+"""A suitable temperature is 1 unless another one raises the log-likelihood by more than this (Akaike, 1974)."""
+LOW_MARGIN, HIGH_MARGIN = 0.1, 50.0
+"""Limits of the root mean square margin of the logits in units of a suitable temperature."""
 
-Part = tuple[Tensor, Tensor]
-"""Logits (N, C), the largest of each row zero, and what is true (N,)."""
+Block = tuple[Tensor, Tensor]
+"""Logits (N, C) with a maximum of zero in each row, and labels (N,)."""
 
 
-def best_inverse(outputs: Outputs) -> float:
-    """The 1/τ at which the likelihood is greatest: Newton's steps, kept within a bracket. The log-likelihood is concave
-    in 1/τ, so there is one."""
-    low, high = limits(outputs)
-    few = list(parts(outputs)) if outputs.outputs.numel() <= VALUES_AT_ONCE else None  # else read anew every time
+def best_inverse(logits: Tensor, labels: Tensor) -> float:
+    """The 1/τ of greatest likelihood, by Newton steps within a bracket; the log-likelihood is concave in 1/τ.
+
+    Args:
+        logits: (N, C), in memory or mapped from a file.
+        labels: (N,).
+
+    Example:
+        >>> logits = torch.tensor([[4.0, 0.0], [4.0, 0.0], [4.0, 0.0], [0.0, 4.0]])
+        >>> round(best_inverse(logits, torch.tensor([0, 0, 1, 1])), 4)
+        0.2747
+    """
+    low, high = limits(logits)
+    few = logits.numel() <= rows_that_fit(1)
+    kept = list(blocks(logits, labels)) if few else None  # else they are read again at every step
 
     def slopes_at(inverse: float) -> tuple[float, float]:
-        return slopes(few or parts(outputs), inverse)
+        return slopes(kept or blocks(logits, labels), inverse)
 
     if slopes_at(low)[0] >= 0.0:
         return low
@@ -45,80 +54,79 @@ def best_inverse(outputs: Outputs) -> float:
     for _ in range(100):
         slope, curvature = slopes_at(at)
         step = at - slope / curvature if curvature > 0.0 else math.nan
-        if abs(step - at) <= 1e-12 * at:  # before the bracket is asked, one end of which is now here
+        if abs(step - at) <= 1e-12 * at:  # tested first, since one end of the bracket is now here
             return step
         low, high = (low, at) if slope > 0.0 else (at, high)
         at = step if low < step < high else math.sqrt(low * high)
     return at
 
 
-def limits(outputs: Outputs) -> tuple[float, float]:
-    """The least and the greatest 1/τ, by the size of the logits."""
-    size = apart(next(parts(outputs))[0])
-    return LEAST / size, MOST / size
+def limits(logits: Tensor) -> tuple[float, float]:
+    """The least and the greatest 1/τ."""
+    first = logits[: rows_that_fit(logits.shape[1])].double()
+    size = rms_margin(first - first.amax(-1, keepdim=True))
+    return MIN_MARGIN / size, MAX_MARGIN / size
 
 
-def limit_reached(outputs: Outputs, inverse: float) -> Literal["low", "high"] | None:
-    """Whether a 1/τ is at the least that it can be (predictions are no better than chance) or the greatest (they are
-    all right)."""
-    low, high = limits(outputs)
+def limit_reached(logits: Tensor, inverse: float) -> Literal["low", "high"] | None:
+    """Whether 1/τ is at its lower limit (predictions are no better than chance) or its upper one (all are right)."""
+    low, high = limits(logits)
     if inverse >= high * (1.0 - 1e-9):
         return "high"
     return "low" if inverse <= low * (1.0 + 1e-9) else None
 
 
 @torch.no_grad()
-def suitable_temperature(outputs: Outputs) -> float:
-    """The temperature that suits some rows, and one more that is wrong: few rows may all be right."""
-    some = with_one_wrong(outputs.only().spread(TYPICAL))
-    inverse, size = best_inverse(some), apart(next(parts(some))[0])
-    if log_likelihood(some, inverse) - log_likelihood(some, 1.0) <= CLEARLY:
-        return 1.0
-    return 1.0 / min(max(inverse, CLOSE / size), APART / size)
-
-
-def with_one_wrong(rows: Outputs) -> Outputs:
-    """A row more, as sure as is usual, whose second class is true."""
-    best = rows.outputs.double().topk(2, -1)
-    usual = (best.values[:, 0] - best.values[:, 1]).median(0).indices
-    outputs = torch.cat([rows.outputs, rows.outputs[usual, None]])
+def suitable_temperature(logits: Tensor, labels: Tensor) -> float:
+    """The best temperature of some of the rows and one more that is wrong, since a few rows may all be right."""
+    rows = Outputs.trusted(outputs=logits, targets=labels).spread(TYPICAL)
     assert rows.targets is not None
-    return rows.with_outputs(outputs).with_targets(torch.cat([rows.targets, best.indices[usual, 1:].to(rows.targets)]))
+    some, known = with_one_wrong(rows.outputs, rows.targets)
+    inverse, size = best_inverse(some, known), rms_margin(next(blocks(some, known))[0])
+    if log_likelihood(some, known, inverse) - log_likelihood(some, known, 1.0) <= MIN_GAIN:
+        return 1.0
+    return 1.0 / min(max(inverse, LOW_MARGIN / size), HIGH_MARGIN / size)
 
 
-def best_log_likelihood(outputs: Outputs) -> float:
-    """Of all rows, at the temperature that suits them best."""
-    return log_likelihood(outputs, best_inverse(outputs))
+def with_one_wrong(logits: Tensor, labels: Tensor) -> Block:
+    """The rows and a copy of the one of median margin, whose second class is the true one."""
+    best = logits.double().topk(2, -1)
+    usual = (best.values[:, 0] - best.values[:, 1]).median(0).indices
+    return torch.cat([logits, logits[usual, None]]), torch.cat([labels, best.indices[usual, 1:].to(labels)])
 
 
-def log_likelihood(outputs: Outputs, inverse: float) -> float:
-    return sum(float((inverse * z).log_softmax(-1).gather(-1, y[:, None]).sum()) for z, y in parts(outputs))
+def best_log_likelihood(logits: Tensor, labels: Tensor) -> float:
+    """The log-likelihood of all rows at their best temperature."""
+    return log_likelihood(logits, labels, best_inverse(logits, labels))
 
 
-def apart(
-    z: Tensor,  # (N, C)
-) -> float:
-    """How far logits are below the largest of their row, by the root of the mean square; 1 where they are all alike."""
+def log_likelihood(logits: Tensor, labels: Tensor, inverse: float) -> float:
+    """The log-likelihood of all rows at a 1/τ."""
+    parts = ((inverse * z).log_softmax(-1).gather(-1, y[:, None]).sum() for z, y in blocks(logits, labels))
+    return sum(map(float, parts))
+
+
+def rms_margin(z: Tensor) -> float:
+    """The root mean square distance of logits (N, C) from the largest of their row; 1 if all are equal."""
     return float(z.square().mean().sqrt()) or 1.0
 
 
-def slopes(blocks: Iterable[Part], inverse: float) -> tuple[float, float]:
-    """The first two derivatives, in 1/τ, of the negative log-likelihood."""
+def slopes(parts: Iterable[Block], inverse: float) -> tuple[float, float]:
+    """The first two derivatives of the negative log-likelihood in 1/τ."""
     first = second = 0.0
-    for z, y in blocks:
+    for z, y in parts:
         p = (inverse * z).softmax(-1)
         mean = (p * z).sum(-1)
-        wrong = mean - z.gather(-1, y[:, None]).squeeze(-1)
-        both = torch.stack([wrong.sum(), (p * (z - mean[:, None]).square()).sum()])
-        one, two = both.tolist()  # together: a GPU is waited for once
+        excess = mean - z.gather(-1, y[:, None]).squeeze(-1)
+        # Together, so that a GPU is waited for once.
+        one, two = torch.stack([excess.sum(), (p * (z - mean[:, None]).square()).sum()]).tolist()
         first, second = first + one, second + two
     return first, second
 
 
-def parts(outputs: Outputs) -> Iterator[Part]:
-    rows = max(1, VALUES_AT_ONCE // outputs.outputs.shape[1])
-    for start in range(0, len(outputs), rows):
-        part = outputs[start : start + rows]
-        assert part.targets is not None
-        z = part.outputs.double()
-        yield z - z.amax(-1, keepdim=True), part.targets.to(torch.long)
+def blocks(logits: Tensor, labels: Tensor) -> Iterator[Block]:
+    """Consecutive rows, as many at a time as fit into memory."""
+    size = rows_that_fit(logits.shape[1])
+    for start in range(0, len(logits), size):
+        z = logits[start : start + size].double()
+        yield z - z.amax(-1, keepdim=True), labels[start : start + size].to(torch.long)

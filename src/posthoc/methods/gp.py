@@ -16,7 +16,8 @@ from posthoc.fmgp.coordinates import Coordinates, location_and_scale
 from posthoc.fmgp.inducing_points import kmeans
 from posthoc.fmgp.minibatches import DrawnBatches, PointView
 from posthoc.fmgp.objective import TrainingBatch
-from posthoc.likelihoods.base import Gaussian, Likelihood, columns
+from posthoc.likelihoods.base import Likelihood, columns
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive, working_dtype
 from posthoc.predictive.latent import IndependentLatent
@@ -143,7 +144,7 @@ class GP(OldMethod):
         centre = columns(typical.targets).mean(0) if self.mean == "zero" else None
         likelihood = copy.deepcopy(self._likelihood).to(device)
         assert isinstance(likelihood, Gaussian)
-        likelihood.start(with_prior(typical, centre).outputs, typical.targets)
+        likelihood.initialize(with_prior(typical, centre).outputs, typical.targets)
         num_outputs = outputs.outputs[0].numel()
         view = PointView(with_prior(outputs, centre), coordinates)
         process: Process
@@ -223,7 +224,7 @@ class Head(nn.Module):
         likelihood = copy.deepcopy(method._likelihood)
         assert isinstance(likelihood, Gaussian)
         blank = torch.zeros(1, shape["outputs"], dtype=torch.float64)
-        likelihood.start(blank, blank + 1.0)
+        likelihood.initialize(blank, blank + 1.0)
         centre = blank[0] if method.mean == "zero" else None
         return cls(rebuilt(**shape), Coordinates({method.on: shape["width"]}, method.on), likelihood, centre)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from posthoc.errors import TrainingError
-from posthoc.likelihoods.base import Gaussian
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.numerics import cholesky
 from posthoc.predictive.latent import IndependentLatent
 

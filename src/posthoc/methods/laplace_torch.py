@@ -16,7 +16,9 @@ from posthoc.base import Job
 from posthoc.collect.loaders import Batch
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
-from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.laplace.laplace import FEW_OUTPUTS, linearized
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
 from posthoc.methods.laplace.posterior import settle_noise
@@ -154,7 +156,7 @@ class LaplaceTorch(NetworkMethod):
         assert train.targets is not None
         check_classes(self._likelihood, train)
         likelihood = copy.deepcopy(self._likelihood).to(train.outputs.device)
-        likelihood.start(train.outputs, train.targets)
+        likelihood.initialize(train.outputs, train.targets)
         gaussian = isinstance(likelihood, Gaussian)
         with quiet():
             approximation.fit(Pass(self, job.data, train))

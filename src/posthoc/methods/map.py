@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Self
 
-from torch import nn
-
 from posthoc.base import Fitted, Job, Method
-from posthoc.likelihoods.base import NOISE_FLOOR, Categorical, Gaussian, Likelihood
+from posthoc.likelihoods.base import Likelihood
 from posthoc.methods.calibrator import LikelihoodOnly
 
 __all__ = ["MAP"]
@@ -34,12 +31,13 @@ class MAP(LikelihoodOnly):
     """
 
     name = "map"
+    any_task = True
 
     def _fit_likelihood(self, likelihood: Likelihood, job: Job) -> None:
         held_out = job.val if job.val is not None else job.train
         assert held_out.targets is not None
-        likelihood.start(held_out.outputs, held_out.targets)
-        remove_corrections(likelihood)
+        likelihood.initialize(held_out.outputs, held_out.targets)
+        likelihood.reset()
 
     @classmethod
     def beside(cls, method: Method) -> Self:
@@ -47,22 +45,7 @@ class MAP(LikelihoodOnly):
 
         In regression its noise is the spread of the residuals that the method was fitted on.
         """
-        fitted = method.likelihood
-        likelihood: Likelihood
-        if isinstance(fitted, Gaussian):
-            likelihood = Gaussian(fitted.noise_form)
-            likelihood.scale = fitted.scale.detach().clone()
-        else:
-            likelihood = Categorical()
-        remove_corrections(likelihood)
-        bare = cls(None, fitted.task, outputs_are=method.outputs_are)
+        likelihood = method.likelihood.bare()
+        bare = cls(None, likelihood, outputs_are=method.outputs_are)
         bare._fitted, bare._width = Fitted(likelihood), method._width
         return bare
-
-
-def remove_corrections(likelihood: Likelihood) -> None:
-    """Sets the temperature to 1, or the noise to the mean square of the residuals."""
-    if isinstance(likelihood, Gaussian):
-        nn.init.constant_(likelihood.log_noise, math.log1p(-NOISE_FLOOR))
-    elif isinstance(likelihood, Categorical) and likelihood.fixed_temperature is None:
-        nn.init.zeros_(likelihood.log_temperature)

@@ -9,7 +9,8 @@ from torch import nn
 
 from posthoc.base import Job
 from posthoc.errors import OptionError, PosthocWarning
-from posthoc.likelihoods.base import Categorical, Likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import best_inverse, limit_reached
 from posthoc.methods.calibrator import LikelihoodOnly
 
@@ -41,8 +42,9 @@ class Temperature(LikelihoodOnly):
         assert isinstance(likelihood, Categorical)
         if likelihood.fixed_temperature is not None:
             raise OptionError("Temperature scaling learns the temperature: use Categorical() without one.")
-        inverse = best_inverse(job.train)
-        if (limit := limit_reached(job.train, inverse)) is not None:
+        assert job.train.targets is not None
+        inverse = best_inverse(job.train.outputs, job.train.targets)
+        if (limit := limit_reached(job.train.outputs, inverse)) is not None:
             quality = "all right" if limit == "high" else "no better than chance"
             warnings.warn(
                 f"The predictions are {quality} on these data, so the temperature was limited to {1.0 / inverse:g}. "

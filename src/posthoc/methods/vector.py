@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from posthoc.base import Fitted, Job, ScoreConfig, SeedConfig, option
 from posthoc.collect.outputs import Outputs
-from posthoc.likelihoods.base import Categorical, Likelihood
-from posthoc.likelihoods.temperature import limit_reached, parts
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.temperature import blocks, limit_reached
 from posthoc.methods.temperature import Temperature
 from posthoc.predictive.base import Predictive, working_dtype
 
@@ -81,7 +82,7 @@ class Vector(Temperature):
         self._fit_likelihood(likelihood, job)
         assert isinstance(likelihood, Categorical)
         base = Base.of(job.train, 1.0 / likelihood.temperature.item())
-        limited = limit_reached(job.train, base.inverse) is not None
+        limited = limit_reached(job.train.outputs, base.inverse) is not None
         ridge = math.inf if limited else self.config.ridge  # a temperature at its limit is not to be refined
         if ridge is None:
             ridge = best_ridge(base, job, self.config.seed)
@@ -231,4 +232,5 @@ def centred(outputs: Tensor) -> Tensor:
 
 
 def centred_parts(rows: Outputs) -> Iterator[tuple[Tensor, Tensor]]:
-    return ((centred(f), y) for f, y in parts(rows))
+    assert rows.targets is not None
+    return ((centred(f), y) for f, y in blocks(rows.outputs, rows.targets))

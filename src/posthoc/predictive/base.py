@@ -228,21 +228,17 @@ class Predictive(Rows, ABC):
         """The main quantities as lists of plain numbers by name, ready for JSON."""
         return {name: values.tolist() for name, values in self.numpy().items()}
 
-    def plot(self, targets: Any = None, **options: Any) -> Any:
+    def plot(self, targets: Any = None, ax: Any = None) -> Any:
         """The standard figure of the task, on matplotlib (extra `plots`).
 
         Args:
             targets: The observations; without them the figure shows the predictions alone.
-            options: Options of the function in `posthoc.plots` that draws the figure.
+            ax: The matplotlib `Axes` to draw on; default: new ones.
 
         Returns:
-            The matplotlib `Axes`.
+            The `Axes`.
         """
-        plots = import_module("posthoc.evaluate.plots")
-        return getattr(plots, self._figure(targets is not None))(self, targets, **options)
-
-    def _figure(self, has_targets: bool) -> str:
-        raise WrongTaskError(f"There is no standard figure for a {type(self).__name__}.")
+        return import_module("posthoc.evaluate.plots").plot(self, targets, ax)
 
     def __len__(self) -> int:
         return len(self.latent)

@@ -179,9 +179,6 @@ class ClassificationPredictive(Predictive):
             "latent_variance": self.latent.variance,
         }
 
-    def _figure(self, has_targets: bool) -> str:
-        return "reliability_diagram" if has_targets else "entropy_histogram"
-
 
 def exact_entropy(pred: ClassificationPredictive) -> Tensor:
     """The entropy in float64; float32 would lose the order of very certain predictions."""

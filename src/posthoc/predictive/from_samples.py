@@ -1,68 +1,45 @@
-"""Predictions from draws of the outputs, for methods that have several networks or a network that is random."""
+"""The latent Gaussian of draws of the outputs, for methods with several networks or a network that is random."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
-from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood, columns
-from posthoc.predictive.base import LatentGaussian, Predictive, working_dtype
-from posthoc.predictive.classification import ClassificationPredictive
-from posthoc.predictive.regression import RegressionPredictive
+from posthoc.predictive.base import LatentGaussian, working_dtype
 
-__all__ = ["from_draws"]
+__all__ = ["latent_of_draws"]
 
 
-def from_draws(draws: Tensor, likelihood: Likelihood, *, covariance: bool = False) -> Predictive:
-    """Predictions from draws of the outputs.
-
-    Classification averages the probabilities over the draws. Regression takes the Gaussian with the mean and variance
-    of the draws, and the likelihood's noise around it. The draws are kept for `sample` and `mutual_information`.
+def latent_of_draws(draws: Tensor, *, covariance: bool = False) -> LatentGaussian:
+    """The Gaussian with the mean and variance of draws; the draws are kept for `sample` and `mutual_information`.
 
     Args:
-        draws: The outputs of S functions in the user's units, (S, N, ...).
-        likelihood: The likelihood of the task.
+        draws: The outputs of S functions, (S, N, ...).
         covariance: Whether to compute the covariance across outputs.
+
+    Example:
+        >>> latent = latent_of_draws(torch.tensor([[[1.0, 0.0]], [[3.0, 0.0]]]))
+        >>> latent.mean, latent.variance
+        (tensor([[2., 0.]]), tensor([[1., 0.]]))
     """
     dtype = working_dtype(draws)
-    # One draw at a time: all of them in float64, with softmax and squares, would be many times their size.
+    # One draw at a time: all of them in float64 would be many times their size.
     mean = torch.zeros_like(draws[0], dtype=torch.float64)
     for f in draws:
         mean += f.double() / len(draws)
     variance = torch.zeros_like(mean)
+    full = None
     for f in draws:
-        variance += (f.double() - mean).square() / len(draws)
-    latent = LatentGaussian(
+        away = f.double() - mean
+        variance += away.square() / len(draws)
+        if covariance:
+            away = away.reshape(len(away), -1)
+            product = away[:, :, None] * away[:, None, :] / len(draws)
+            full = product if full is None else full + product
+    return LatentGaussian(
         mean.to(dtype),
         variance.to(dtype),
-        full_covariance=covariances(draws, mean).to(dtype) if covariance else None,
+        full_covariance=None if full is None else full.to(dtype),
         independent=False,
         draws=draws.transpose(0, 1).to(dtype),
     )
-    if isinstance(likelihood, Categorical):
-        temperature = likelihood.temperature.detach()
-        log_p = torch.full_like(mean, -math.inf)
-        for f in draws:
-            log_p = torch.logaddexp(log_p, (f.double() / temperature).log_softmax(-1))
-        return ClassificationPredictive(
-            latent,
-            log_probs=(log_p - math.log(len(draws))).to(dtype),
-            temperature=temperature.to(dtype),
-            keeps_argmax=False,
-        )
-    assert isinstance(likelihood, Gaussian)
-    noise = (likelihood.noise * likelihood.scale.square()).detach()
-    noise = noise.expand(len(mean), mean[0].numel()).to(dtype).reshape(mean.shape).clone()
-    return RegressionPredictive(latent, noise)
-
-
-def covariances(draws: Tensor, mean: Tensor) -> Tensor:
-    """The covariance across the outputs of each point, (N, C, C), of draws (S, N, ...) with mean (N, ...)."""
-    total: Tensor | float = 0.0
-    for f in draws:
-        away = columns(f.double() - mean)
-        total = total + away[:, :, None] * away[:, None, :] / len(draws)
-    assert isinstance(total, Tensor)
-    return total

@@ -20,7 +20,7 @@ from posthoc.predictive.base import (
     working_dtype,
 )
 from posthoc.predictive.latent import correlate
-from posthoc.predictive.residual_mixture import Law
+from posthoc.predictive.residual_mixture import ResidualMixture
 from posthoc.validation import as_numbers, number, regression_targets
 
 __all__ = ["RegressionPredictive"]
@@ -39,7 +39,7 @@ class RegressionPredictive(Predictive):
     Args:
         latent: The Gaussian over the network's function; its mean is the network's output, bit for bit.
         noise: The variance of an observation around the function, of the shape of the mean.
-        law: The distribution of z for each output, with mean 0 and variance 1; None is the normal distribution.
+        residuals: The distribution of z for each output, with mean 0 and variance 1; None is the normal distribution.
 
     Example:
         >>> from posthoc.predictive.base import LatentGaussian
@@ -52,7 +52,7 @@ class RegressionPredictive(Predictive):
     """
 
     noise: Tensor
-    law: Law | None = None
+    residuals: ResidualMixture | None = None
 
     task: ClassVar[str] = "regression"
     uncertainty_scores: ClassVar[Mapping[str, UncertaintyScore]] = {
@@ -109,7 +109,7 @@ class RegressionPredictive(Predictive):
         levels = levels.to(self.mean.device)
         if levels.ndim == 1:
             levels = levels.reshape(-1, *[1] * self.mean.ndim)
-        return self._at(torch.special.ndtri(levels) if self.law is None else self.law.quantile(levels))
+        return self._at(torch.special.ndtri(levels) if self.residuals is None else self.residuals.quantile(levels))
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The central interval that contains a new observation with probability `level`.
@@ -119,7 +119,7 @@ class RegressionPredictive(Predictive):
         """
         if not 0.0 < number(level) < 1.0:
             raise OptionError(f"Expected an interval level strictly between 0 and 1, got {level!r} (0.95 means 95 %).")
-        if self.law is not None:
+        if self.residuals is not None:
             return self.quantile(0.5 - 0.5 * level), self.quantile(0.5 + 0.5 * level)
         z = torch.special.ndtri(torch.tensor(0.5 + 0.5 * level, dtype=torch.float64, device=self.mean.device))
         return self._at(-z), self._at(z)
@@ -127,15 +127,15 @@ class RegressionPredictive(Predictive):
     def cdf(self, y: Any) -> Tensor:
         """The probability that a new observation is at most y, of the shape of the mean."""
         z = self._standardize(y)
-        return torch.special.ndtr(z) if self.law is None else self.law.cdf(z).to(z.dtype)
+        return torch.special.ndtr(z) if self.residuals is None else self.residuals.cdf(z).to(z.dtype)
 
     def log_prob(self, y: Any) -> Tensor:
         """The log-density of observations in the user's units, summed over outputs, (N,)."""
         z = self._standardize(y)
-        if self.law is None:
+        if self.residuals is None:
             density = -0.5 * z.square() - self.std.log() - 0.5 * math.log(2.0 * math.pi)
         else:
-            density = self.law.log_density(z).to(z.dtype) - self.std.log()
+            density = self.residuals.log_density(z).to(z.dtype) - self.std.log()
         return density.flatten(1).sum(-1) if density.ndim > 1 else density
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
@@ -146,10 +146,10 @@ class RegressionPredictive(Predictive):
         if self.latent.draws is not None:
             values = self.latent.sample(n, generator)
             return values + self.noise.sqrt() * standard_normal(shape, values, generator)
-        if self.law is None:
+        if self.residuals is None:
             z = standard_normal(shape, self.mean, generator)
         else:
-            z = self.law.sample(shape, generator).to(working_dtype(self.mean))
+            z = self.residuals.sample(shape, generator).to(working_dtype(self.mean))
         if self.latent.full_covariance is None:
             return self.mean + self.std * z
         return self.mean + correlate(self.covariance, z.reshape(n, len(self), -1)).reshape(z.shape)
@@ -157,9 +157,6 @@ class RegressionPredictive(Predictive):
     def columns(self) -> dict[str, Tensor]:
         """Mean, standard deviation, latent variance and noise."""
         return {"mean": self.mean, "std": self.std, "latent_variance": self.latent_variance, "noise": self.noise}
-
-    def _figure(self, has_targets: bool) -> str:
-        return "intervals"
 
     def _at(self, z: Tensor) -> Tensor:
         return self.mean + self.std * z.to(self.std.dtype)

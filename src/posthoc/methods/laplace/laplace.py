@@ -11,7 +11,9 @@ from typing import Any, Literal
 from posthoc.base import FeatureConfig, Job, Method, option
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import LayerError, OptionError
-from posthoc.likelihoods.base import Categorical, Likelihood, make_likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.registry import make_likelihood
 from posthoc.methods.laplace.curvature import Form, require_room
 from posthoc.methods.laplace.last_layer import find_last_layer
 from posthoc.methods.laplace.posterior import Posterior, fit_posterior, refine

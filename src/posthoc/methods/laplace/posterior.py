@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from posthoc.base import Fitted
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError
-from posthoc.likelihoods.base import NOISE_FLOOR, Categorical, Gaussian, Likelihood, columns
+from posthoc.likelihoods.base import Likelihood, columns
+from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.gaussian import NOISE_FLOOR, Gaussian
 from posthoc.methods.laplace.curvature import Curvature, Dense, Diagonal, Form, Kronecker, of_classes, of_outputs
 from posthoc.methods.laplace.last_layer import LastLayer, pieces, with_one
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
@@ -118,7 +120,7 @@ def fit_outputs(
     bias, home = layer.bias is not None, layer.weight.device
     typical = train.spread(TYPICAL).to(home)
     assert typical.targets is not None
-    likelihood.start(typical.outputs, typical.targets)
+    likelihood.initialize(typical.outputs, typical.targets)
     shared = likelihood.noise_form == "shared"
     if shared:  # one σ² for all outputs: they are measured in one unit
         likelihood.scale = likelihood.scale.square().mean().sqrt().expand(len(likelihood.scale)).clone()

@@ -15,7 +15,8 @@ from posthoc.collect.loaders import Batch
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError
 from posthoc.fmgp.inducing_points import distinct
-from posthoc.likelihoods.base import Gaussian, Likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.laplace.laplace import linearized
 from posthoc.methods.laplace.last_layer import find_last_layer, with_one
 from posthoc.methods.ntk.ntk import Jacobian, Pair, gradients
@@ -161,7 +162,7 @@ class ELLA(NTKMethod):
         likelihood = copy.deepcopy(self._likelihood).to(device)
         some = outputs.spread(TYPICAL).to(device)
         assert some.targets is not None
-        likelihood.start(some.outputs, some.targets)
+        likelihood.initialize(some.outputs, some.targets)
         return likelihood
 
     def _last(self, train: Outputs, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:

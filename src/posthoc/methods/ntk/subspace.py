@@ -13,7 +13,9 @@ from torch import Tensor
 
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError
-from posthoc.likelihoods.base import NOISE_FLOOR, Categorical, Gaussian, Likelihood, columns
+from posthoc.likelihoods.base import Likelihood, columns
+from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.gaussian import NOISE_FLOOR, Gaussian
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
 from posthoc.methods.ntk.ntk import products
 from posthoc.predictive.latent import FactorLatent

@@ -23,7 +23,10 @@ from posthoc.fmgp.inducing_points import Inducing
 from posthoc.fmgp.minibatches import DrawnBatches, PointView
 from posthoc.fmgp.objective import Objective
 from posthoc.fmgp.process import Process
-from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood, make_likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.gaussian import Gaussian
+from posthoc.likelihoods.registry import make_likelihood
 from posthoc.methods.laplace.last_layer import find_last_layer
 from posthoc.methods.ntk.ntk import LastLayerNTK, Pair, gradients
 from posthoc.methods.ntk.tangent_process import Covariances, TangentProcess, fixed_coupling
@@ -158,7 +161,7 @@ class VaLLA(NTKMethod):
         likelihood = copy.deepcopy(self._likelihood).to(device)
         typical = job.train.spread(TYPICAL).to(device)
         assert typical.targets is not None
-        likelihood.start(typical.outputs, typical.targets)
+        likelihood.initialize(typical.outputs, typical.targets)
         head = self._untrained(job.train.only("features"), likelihood)
         ranks.share(list(head.buffers()))
         view = PointView(job.train.only("features"), head.coordinates)

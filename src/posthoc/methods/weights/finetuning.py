@@ -77,7 +77,7 @@ class FinetunedMethod(DrawingMethod):
 
         def objective(labelled: LabelledBatch) -> Tensor:
             said = answer(labelled.batch)
-            mean, target = likelihood.standardise(said, likelihood.check_targets(labelled.target, said))
+            mean, target = likelihood.standardize(said, likelihood.check_targets(labelled.target, said))
             energy = likelihood.energy(mean, ZeroLatent(mean), target, alpha=1.0)
             return penalty() / job.num_data - energy.mean()
 

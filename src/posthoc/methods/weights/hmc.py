@@ -15,7 +15,8 @@ from posthoc.base import Job
 from posthoc.collect.loaders import Batch
 from posthoc.collect.network import evaluating
 from posthoc.errors import DataError, FileError, OptionError, PosthocWarning
-from posthoc.likelihoods.base import Gaussian, Likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.flipout import Reweighted
 from posthoc.methods.weights.hmc_sampler import Chains, WeightPosterior, diagnose, noise_bound, sample
 from posthoc.methods.weights.network import LabelledBatch, seeded

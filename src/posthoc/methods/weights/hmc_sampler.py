@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from posthoc.errors import TrainingError
-from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood, columns
+from posthoc.likelihoods.base import Likelihood, columns
+from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.network import LabelledBatch
 from posthoc.optional import require
 from posthoc.progress import progress_bar
@@ -62,7 +64,7 @@ class WeightPosterior:
         """log p(target | outputs), up to a constant."""
         if isinstance(self.likelihood, Categorical):
             return -F.cross_entropy(outputs / self.likelihood.temperature.detach(), target, reduction="sum")
-        _, residual = self.likelihood.standardise(outputs, target)
+        _, residual = self.likelihood.standardize(outputs, target)
         return -0.5 * (residual.square() / noise + noise.log()).sum()
 
     def noise(self, raw: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from posthoc.base import Job
 from posthoc.collect.loaders import Batch
 from posthoc.errors import FileError, OptionError
 from posthoc.io import check_tensors
-from posthoc.likelihoods.base import Gaussian, Likelihood
+from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.finetuning import FinetunedMethod, positive
 from posthoc.methods.weights.flipout import Reweighted, flipout, layers, noisy_parameters, sampled
 from posthoc.predictive.base import Predictive
-from posthoc.predictive.from_samples import from_draws
 from posthoc.saved import Saved
 from posthoc.validation import choice, integer
 
@@ -105,7 +105,8 @@ class MFVI(FinetunedMethod):
                 return self._answer(moving if q.moves else network, batch)
 
         def predict(batch: Batch) -> Predictive:
-            return from_draws(self._drawn(network, batch, q.mean(), q.std(), min(SCORED, self.samples)), likelihood)
+            draws = self._drawn(network, batch, q.mean(), q.std(), min(SCORED, self.samples))
+            return likelihood.predictive_from_draws(draws)
 
         likelihood.requires_grad_(isinstance(likelihood, Gaussian))  # its noise is learnt, a temperature is not
         history = self._minimise(

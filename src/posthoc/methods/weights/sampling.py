@@ -12,10 +12,10 @@ from torch import Tensor
 
 from posthoc.base import Job
 from posthoc.collect.loaders import Batch
-from posthoc.likelihoods.base import NOISE_FLOOR, Categorical, Gaussian, Likelihood, columns
+from posthoc.likelihoods.base import Likelihood, columns
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.network import NetworkMethod
 from posthoc.predictive.base import Predictive
-from posthoc.predictive.from_samples import from_draws
 from posthoc.saved import Saved
 
 __all__ = ["DrawingMethod"]
@@ -41,14 +41,14 @@ class DrawingMethod(NetworkMethod):
 
         def predict(batch: Batch) -> Predictive:
             draws = self._draws(batch)
-            return from_draws(draws, likelihood.to(draws.device), covariance=covariance)
+            return likelihood.to(draws.device).predictive_from_draws(draws, covariance=covariance)
 
         return predict
 
     def _start(self, outputs: Tensor, targets: Tensor) -> Likelihood:
         """A likelihood in the units of the data: a temperature of one, or the noise of the network's own residuals."""
         likelihood = copy.deepcopy(self._likelihood).to(outputs.device)
-        likelihood.start(outputs, targets)
+        likelihood.initialize(outputs, targets)
         residual = columns(targets) - columns(outputs) if isinstance(likelihood, Gaussian) else None
         set_noise(likelihood, residual.square().mean(0) if residual is not None else None)
         return likelihood
@@ -106,13 +106,8 @@ def likeliest_noise(
 
 def set_noise(likelihood: Likelihood, variance: Tensor | None) -> None:
     """σ², given in the user's units, one for each output."""
-    if isinstance(likelihood, Categorical):
-        if likelihood.fixed_temperature is None:
-            torch.nn.init.zeros_(likelihood.log_temperature)
-        return
-    assert isinstance(likelihood, Gaussian)
-    assert variance is not None
-    relative = variance / likelihood.scale.square()
-    relative = relative if likelihood.noise_form == "per_output" else relative.mean()
-    with torch.no_grad():
-        likelihood.log_noise.copy_((relative - NOISE_FLOOR).clamp_min(1e-12).log())
+    if isinstance(likelihood, Gaussian):
+        assert variance is not None
+        likelihood.set_noise(variance)
+    else:
+        likelihood.reset()

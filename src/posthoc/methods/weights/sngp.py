@@ -15,7 +15,9 @@ from posthoc.collect.loaders import Batch
 from posthoc.collect.network import evaluating, exclusive
 from posthoc.errors import OptionError
 from posthoc.io import check_tensors
-from posthoc.likelihoods.base import Categorical, Gaussian, Likelihood, columns
+from posthoc.likelihoods.base import Likelihood, columns
+from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.finetuning import FinetunedMethod, positive
 from posthoc.methods.weights.random_features import FeatureLaplace, RandomFeatures, bounded, listening, settle_bounds
 from posthoc.methods.weights.sampling import set_noise

@@ -1,4 +1,4 @@
-"""`Law`, against numerical integration."""
+"""`ResidualMixture`, against numerical integration."""
 
 from __future__ import annotations
 
@@ -11,29 +11,36 @@ from scipy import integrate, optimize, stats
 from torch import Tensor
 
 from posthoc.evaluate.metrics import coverage, cqm, crps, crps_of_draws
-from posthoc.predictive import residual_mixture as law_module
+from posthoc.predictive import residual_mixture as mixture_module
 from posthoc.predictive.base import LatentGaussian
 from posthoc.predictive.regression import RegressionPredictive
-from posthoc.predictive.residual_mixture import NORMAL, PRIOR_ROWS, Law, balanced, mixed, normals
+from posthoc.predictive.residual_mixture import (
+    NORMAL,
+    PRIOR_ROWS,
+    ResidualMixture,
+    fitted_weights,
+    grid_of_normals,
+    zero_mean_weights,
+)
 
 LEVELS = (0.001, 0.025, 0.5, 0.9, 0.9999)
 
 
-def two_outputs() -> Law:
+def two_outputs() -> ResidualMixture:
     """A skewed law and a peaked one, with mean zero and unit variance."""
     weights = torch.tensor([[0.6, 0.3, 0.1], [0.7, 0.2, 0.1]], dtype=torch.float64)
     shifts = torch.tensor([[-0.5, 0.2, 2.4], [0.0, 0.1, -0.2]], dtype=torch.float64)
     spreads = torch.tensor([[0.2, 0.7, 1.5], [0.1, 1.0, 4.0]], dtype=torch.float64)
-    return (found := Law(weights, shifts, spreads)).divided(found.variance.sqrt())
+    return (found := ResidualMixture(weights, shifts, spreads)).divided(found.variance.sqrt())
 
 
-def density(law: Law, output: int, z: float) -> float:
+def density(law: ResidualMixture, output: int, z: float) -> float:
     """Written with SciPy."""
     parts = zip(law.weights[output].tolist(), law.shifts[output].tolist(), law.spreads[output].tolist(), strict=True)
     return float(sum(w * stats.norm.pdf(z, m, s) for w, m, s in parts))
 
 
-def integral(law: Law, output: int, of: object = None, low: float = -60.0, high: float = 60.0) -> float:
+def integral(law: ResidualMixture, output: int, of: object = None, low: float = -60.0, high: float = 60.0) -> float:
     function = of if callable(of) else lambda z: density(law, output, z)
     points = sorted({float(p) for p in [*law.shifts[output].tolist(), low, high] if low <= p <= high})
     return float(sum(integrate.quad(function, a, b, limit=400, epsabs=1e-12)[0] for a, b in pairwise(points)))
@@ -88,7 +95,7 @@ def test_the_normal_is_a_special_case() -> None:
 def test_parts_of_many_values_are_those_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
     law, z = two_outputs(), torch.randn(50, 2, dtype=torch.float64)
     whole = law.cdf(z), law.quantile(torch.rand(50, 2, generator=torch.Generator().manual_seed(0)))
-    monkeypatch.setattr(law_module, "AT_ONCE", 20)
+    monkeypatch.setattr(mixture_module, "rows_that_fit", lambda numbers: 20 // numbers)
     again = law.cdf(z), law.quantile(torch.rand(50, 2, generator=torch.Generator().manual_seed(0)))
     torch.testing.assert_close(whole, again)
 
@@ -115,19 +122,19 @@ def test_balancing_is_the_constrained_maximum() -> None:
         ],
         options={"ftol": 1e-14, "maxiter": 500},
     )
-    np.testing.assert_allclose(balanced(rows, shifts).numpy(), found.x, atol=1e-5)
+    np.testing.assert_allclose(zero_mean_weights(rows, shifts).numpy(), found.x, atol=1e-5)
 
 
 def test_likelihood_never_falls_in_em(monkeypatch: pytest.MonkeyPatch) -> None:
     z = skewed(400)
-    shifts, spreads = normals().T
+    shifts, spreads = grid_of_normals().T
     prior = torch.zeros_like(shifts)
     prior[len(prior) // 2] = PRIOR_ROWS
     scores = []
     for rounds in (0, 1, 2, 3, 4, 8, 15, 16, 30):
-        monkeypatch.setattr(law_module, "ROUNDS", rounds)
-        weights = mixed(z, shifts, spreads, prior)
-        law = Law(weights[None], shifts[None], spreads[None])
+        monkeypatch.setattr(mixture_module, "EM_STEPS", rounds)
+        weights = fitted_weights(z, shifts, spreads, prior)
+        law = ResidualMixture(weights[None], shifts[None], spreads[None])
         expected = PRIOR_ROWS * float(weights[len(prior) // 2].log())  # rows known to be of one normal
         scores.append(float(law.log_density(z).sum()) + expected)
         assert float((weights * shifts).sum()) == pytest.approx(0.0, abs=1e-9)
@@ -144,7 +151,7 @@ def skewed(n: int, seed: int = 0) -> Tensor:
 def test_em_finds_a_known_mixture() -> None:
     truth = two_outputs()
     torch.testing.assert_close(truth.weights.sum(-1), torch.ones(2, dtype=torch.float64))
-    found = Law.of(truth.sample((20_000, 2), torch.Generator().manual_seed(1)))
+    found = ResidualMixture.fit(truth.sample((20_000, 2), torch.Generator().manual_seed(1)))
     torch.testing.assert_close((found.weights * found.shifts).sum(-1), torch.zeros(2, dtype=torch.float64))
     new = truth.sample((20_000, 2), torch.Generator().manual_seed(2))
     lost = (truth.log_density(new) - found.log_density(new)).mean(0)
@@ -157,7 +164,7 @@ def test_em_finds_a_known_mixture() -> None:
 
 
 def test_skewed_residuals_have_a_skewed_law() -> None:
-    law = Law.of(skewed(5000)[:, None])
+    law = ResidualMixture.fit(skewed(5000)[:, None])
     new = skewed(5000, seed=1)
     for level in (0.025, 0.25, 0.75, 0.975):
         found = float((new <= law.quantile(torch.tensor(level))).double().mean())
@@ -167,23 +174,25 @@ def test_skewed_residuals_have_a_skewed_law() -> None:
 @pytest.mark.parametrize("n", [200, 2000])
 def test_gaussian_residuals_have_nearly_the_normal_law(n: int) -> None:
     z = torch.randn(n, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    law = Law.of((z - z.mean()) / z.std())
+    law = ResidualMixture.fit((z - z.mean()) / z.std())
     new = torch.randn(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     assert float((NORMAL.log_density(new) - law.log_density(new)).mean()) < 0.02
 
 
 def test_a_biased_network_keeps_its_mean() -> None:
-    law = Law.of(torch.randn(1000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.3)
+    law = ResidualMixture.fit(
+        torch.randn(1000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.3
+    )
     assert float((law.weights * law.shifts).sum()) == pytest.approx(0.0, abs=1e-12)
 
 
 # ------------------------------------------------------------------------------- predictives with a law
 
 
-def predictive(law: Law | None, n: int = 7) -> RegressionPredictive:
+def predictive(law: ResidualMixture | None, n: int = 7) -> RegressionPredictive:
     generator = torch.Generator().manual_seed(3)
     mean, latent, noise = (torch.rand(n, 2, generator=generator, dtype=torch.float64) for _ in range(3))
-    return RegressionPredictive(LatentGaussian(mean, latent), noise, law=law)
+    return RegressionPredictive(LatentGaussian(mean, latent), noise, residuals=law)
 
 
 def test_the_normal_law_is_the_gaussian_predictive() -> None:
@@ -220,8 +229,8 @@ def test_rows_parts_and_devices_keep_the_law() -> None:
     torch.testing.assert_close(pred[2:5].interval(), tuple(end[2:5] for end in pred.interval()))
     joined = RegressionPredictive.cat([pred[:3], pred[3:]])
     torch.testing.assert_close(joined.interval(), pred.interval())
-    assert pred.to("meta").law is not None
-    assert pred.to("meta").law.weights.device.type == "meta"  # type: ignore[union-attr]
+    assert pred.to("meta").residuals is not None
+    assert pred.to("meta").residuals.weights.device.type == "meta"  # type: ignore[union-attr]
 
 
 def test_draws_with_a_covariance_have_it() -> None:

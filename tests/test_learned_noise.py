@@ -13,8 +13,8 @@ from torch import Tensor
 from posthoc import FMGP, Outputs
 from posthoc.errors import OptionError
 from posthoc.evaluate.metrics import coverage, crps, nll
-from posthoc.fmgp.residuals import LearntResiduals
-from posthoc.likelihoods.base import Gaussian
+from posthoc.likelihoods.gaussian import Gaussian
+from posthoc.likelihoods.learned_noise import MixtureNoise
 from posthoc.predictive.latent import IndependentLatent
 from posthoc.predictive.regression import RegressionPredictive
 
@@ -63,7 +63,7 @@ def test_rows() -> Outputs:
 def test_intervals_cover_on_both_sides_where_those_of_a_gaussian_do_not(model: FMGP, test_rows: Outputs) -> None:
     assert test_rows.targets is not None
     learnt, gaussian = predict(model, test_rows), predict(fitted(skewed(ROWS, SEED), residuals="gaussian"), test_rows)
-    assert gaussian.law is None
+    assert gaussian.residuals is None
     for level in (0.5, 0.9, 0.95):
         tail, error = 0.5 - 0.5 * level, math.sqrt(level * (1.0 - level) * (1 / ROWS + 1 / 20_000))
         assert abs(float(coverage(learnt, test_rows.targets, level)) - level) <= 2.0 * error + EDGE
@@ -75,10 +75,10 @@ def test_intervals_cover_on_both_sides_where_those_of_a_gaussian_do_not(model: F
 
 def test_the_mean_is_the_networks_and_the_variance_that_of_a_new_observation(model: FMGP, test_rows: Outputs) -> None:
     pred = predict(model, test_rows)
-    assert pred.law is not None
+    assert pred.residuals is not None
     assert torch.equal(pred.mean, test_rows.outputs)
-    torch.testing.assert_close(pred.law.variance, torch.ones(1, dtype=torch.float64))
-    assert float((pred.law.weights * pred.law.shifts).sum()) == pytest.approx(0.0, abs=1e-12)
+    torch.testing.assert_close(pred.residuals.variance, torch.ones(1, dtype=torch.float64))
+    assert float((pred.residuals.weights * pred.residuals.shifts).sum()) == pytest.approx(0.0, abs=1e-12)
     assert test_rows.features is not None
     true = (0.1 + test_rows.features).square()
     assert float(pred.variance.mean() / true.mean()) == pytest.approx(1.0, abs=0.1)
@@ -115,12 +115,12 @@ def test_each_output_has_its_own_law() -> None:
 
 
 def test_many_outputs_share_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("posthoc.fmgp.residuals.LAWS", 1)
+    monkeypatch.setattr("posthoc.likelihoods.learned_noise.MAX_MIXTURES", 1)
     data = skewed(300, 0, outputs=3)
     model = fitted(data, steps=20)
     pred = predict(model, data)
-    assert pred.law is not None
-    assert len(pred.law.weights) == 1
+    assert pred.residuals is not None
+    assert len(pred.residuals.weights) == 1
     assert pred.interval()[0].shape == (300, 3)
     model.save(tmp_path / "head.safetensors")
     assert FMGP.load(tmp_path / "head.safetensors").digest() == model.digest()
@@ -140,14 +140,14 @@ def test_the_outputs_may_have_one_dimension() -> None:
 def test_few_rows_are_gaussian_as_are_others_on_demand(options: dict[str, Any]) -> None:
     rows = 500 if options else 199
     model = fitted(skewed(rows, 0), steps=5, **options)
-    assert predict(model, skewed(5, 1)).law is None
+    assert predict(model, skewed(5, 1)).residuals is None
     assert type(model.likelihood) is Gaussian
 
 
 def test_residuals_of_so_many_rows_need_no_other_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posthoc.fmgp.noise_fit.MANY_ROWS", 300)
     monkeypatch.setattr("posthoc.fmgp.noise_fit.folds", lambda *job: pytest.fail("rows were held out"))
-    assert predict(fitted(skewed(300, 0), steps=5), skewed(5, 1)).law is not None
+    assert predict(fitted(skewed(300, 0), steps=5), skewed(5, 1)).residuals is not None
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
@@ -161,14 +161,14 @@ def test_at_other_alpha_a_gaussian_is_trained_and_a_law_learnt_after(alpha: floa
 
 
 def test_the_energy_is_the_log_density_of_the_mixture() -> None:
-    likelihood = LearntResiduals.before(Gaussian(), 1.0)
+    likelihood = MixtureNoise(Gaussian())
     data = skewed(300, 0)
     assert data.targets is not None
-    likelihood.start(data.outputs, data.targets)
-    law = likelihood.law
+    likelihood.initialize(data.outputs, data.targets)
+    law = likelihood.residuals
     torch.testing.assert_close(law.variance.detach(), torch.ones(1, dtype=torch.float64))
     assert float((law.weights * law.shifts).sum().detach()) == pytest.approx(0.0, abs=1e-12)
-    mean, target = likelihood.standardise(data.outputs, data.targets)
+    mean, target = likelihood.standardize(data.outputs, data.targets)
     total = likelihood.noise + 0.7
     found = likelihood.energy(mean, IndependentLatent(torch.full_like(mean, 0.7)), target, 1.0)
     parts = torch.distributions.Normal(total.sqrt() * law.shifts, total.sqrt() * law.spreads)

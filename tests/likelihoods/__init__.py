@@ -1,0 +1,1 @@
+"""Likelihoods of other packages: each is one file, with its predictions."""
