@@ -22,7 +22,7 @@ from benchmarks.harness import console, finish, options, with_data, yes
 from posthoc import FMGP, MAP, PosthocWarning
 from posthoc.evaluate.scores import Scores
 from reproduction.data import cifar10
-from reproduction.experiments.cifar_networks import normalised, pretrained
+from reproduction.experiments.cifar_networks import normalize, pretrained
 
 LAPLACE = 0.238
 FIGURES = ("nll", "ece", "accuracy")
@@ -57,7 +57,7 @@ def images(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     found = cifar10(folder, part)
     pixels = torch.as_tensor(found.inputs)
     pixels = pixels.float() / 255.0 if not pixels.is_floating_point() else pixels
-    return normalised(pixels), torch.as_tensor(found.targets).long()
+    return normalize(pixels), torch.as_tensor(found.targets).long()
 
 
 def fitted(model: Any, x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, seed: int, augment: str | None) -> Any:

@@ -111,7 +111,7 @@ def check(folder: Path, device: torch.device) -> None:
     streamed = joined(mapped.stream(path))
     whole = mapped.predict(case.data.outputs(), covariance=True)
     torch.testing.assert_close(streamed.log_probs, whole.log_probs)
-    torch.testing.assert_close(streamed.variance, whole.covariance.diagonal(dim1=-2, dim2=-1))
+    torch.testing.assert_close(streamed.latent.variance, whole.latent.covariance.diagonal(dim1=-2, dim2=-1))
 
 
 def joined(parts: Iterator[Predictive]) -> Predictive:

@@ -32,7 +32,7 @@ from posthoc.methods import MAP, Laplace
 from posthoc.predictive.base import LatentGaussian
 from posthoc.predictive.regression import RegressionPredictive
 from reproduction.data import load
-from reproduction.experiments.tabular import learn, mlp
+from reproduction.experiments.regression import mlp, train_mlp
 
 DATASETS = ("protein", "elevators", "airline", "taxi")
 LEVELS = (0.5, 0.9, 0.95)
@@ -68,7 +68,7 @@ def problem(name: str, data_dir: str | None, seed: int, networks: Path | None) -
     if kept is not None and kept.is_file():
         network.load_state_dict(load_file(kept))
     else:
-        learn(network, train, seed, batch_size=256)
+        train_mlp(network, train, seed, batch_size=256)
         if kept is not None:
             save_file(network.state_dict(), kept)
     return Problem(network.requires_grad_(False).eval(), fit, test, data.source)

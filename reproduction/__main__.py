@@ -16,23 +16,22 @@ __all__ = ["reproduce"]
 
 
 def reproduce(
-    name: Annotated[str, typer.Argument(help="The experiment; `list` shows them all.")],
+    name: Annotated[str, typer.Argument(help="The experiment; `list` shows all.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the results.")] = Path("results"),
     data_dir: Annotated[
-        Path | None,
-        typer.Option(help="A folder with the data. Default: the one that POSTHOC_DATA names, if it does."),
+        Path | None, typer.Option(help="A folder with data.", show_default="the one that POSTHOC_DATA names")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 0 on.")] = 5,
-    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
-    methods: Annotated[str, typer.Option(help="Names with commas between, or all.")] = "all",
-    cases: Annotated[str, typer.Option(help="Networks or data sets, with commas between, or all.")] = "all",
+    seeds: Annotated[int, typer.Option(min=1, help="The number of seeds.")] = 5,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    methods: Annotated[str, typer.Option(help="Names of methods, separated by commas, or all.")] = "all",
+    cases: Annotated[str, typer.Option(help="Networks or data sets, separated by commas, or all.")] = "all",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    quick: Annotated[bool, typer.Option("--quick", help="A few rows and steps, to see that it works.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Run again what was run before.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few rows and steps, to check that it works.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Repeat runs whose results exist.")] = False,
 ) -> None:
-    """Reproduces an experiment of the paper: one JSON file a run, then tables and figures.
+    """Reproduces an experiment of the paper: one JSON file for each run, then tables and figures.
 
-    Runs that are there already are not made again, so the same command goes on where it was stopped.
+    Runs whose results exist are skipped, so an interrupted command can be repeated.
     posthoc report shows the results as a page.
 
     \b
@@ -41,20 +40,20 @@ def reproduce(
     """
     if name == "list":
         width = max(map(len, EXPERIMENTS))
-        for known, (_, _, words) in EXPERIMENTS.items():
-            typer.echo(f"{known:<{width}}  {words}")
+        for experiment_name, (_, _, description) in EXPERIMENTS.items():
+            typer.echo(f"{experiment_name:<{width}}  {description}")
         return
     experiment = experiment_named(name)
     request = Request(
         out=out,
         seeds=tuple(range(first_seed, first_seed + seeds)),
-        methods=split(methods),
-        cases=split(cases),
+        methods=split_names(methods),
+        cases=split_names(cases),
         data_dir=data_dir,
         device=device,
         quick=quick,
         force=force,
-        say=typer.echo,
+        log=typer.echo,
     )
     experiment.reproduce(request)
     table = out / experiment.name / "table.md"
@@ -62,8 +61,8 @@ def reproduce(
         Console().print(escape(table.read_text(encoding="utf-8")), highlight=False, soft_wrap=True)
 
 
-def split(names: str) -> tuple[str, ...] | None:
-    """Names, or None for all."""
+def split_names(names: str) -> tuple[str, ...] | None:
+    """The names of an option, or None for "all"."""
     return None if names == "all" else tuple(name.strip() for name in names.split(","))
 
 

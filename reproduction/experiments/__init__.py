@@ -1,10 +1,10 @@
-"""The paper's tables and figures, one file each."""
+"""The paper's tables and figures; `experiment_named` imports the module of an experiment when it is used."""
 
 from __future__ import annotations
 
 from importlib import import_module
 
-from posthoc.errors import OptionError
+from posthoc.errors import MissingExtraError, OptionError
 from reproduction.experiments.experiment import Experiment, Request
 
 __all__ = ["EXPERIMENTS", "Experiment", "Request", "experiment_named"]
@@ -19,16 +19,24 @@ EXPERIMENTS = {
     "imagenet": ("imagenet", "ImageNet", "five residual networks, 1,000 classes"),
     "qm9": ("qm9", "QM9", "the dipole moments of molecules"),
     "clip": ("clip", "Clip", "zero-shot classifiers as black boxes"),
-    "ablation-alpha": ("ablations", "AblationAlpha", "what alpha does"),
-    "ablation-inducing": ("ablations", "AblationInducing", "what the number of inducing points does"),
+    "ablation-alpha": ("ablations", "AblationAlpha", "the effect of alpha"),
+    "ablation-inducing": ("ablations", "AblationInducing", "the effect of the number of inducing points"),
 }
-"""Every experiment by name: its module, its class and a few words. Modules are read when they are asked for."""
+"""Module, class and description of each experiment."""
 
 
 def experiment_named(name: str) -> Experiment:
-    """An experiment by its name."""
+    """An experiment by its name.
+
+    Raises:
+        OptionError: There is none of that name.
+        MissingExtraError: It needs a library that is not installed.
+    """
     if name not in EXPERIMENTS:
         raise OptionError(f"Expected an experiment among {', '.join(EXPERIMENTS)}, got {name!r}.")
     module, kind, _ = EXPERIMENTS[name]
-    found: Experiment = getattr(import_module(f"reproduction.experiments.{module}"), kind)()
-    return found
+    try:
+        experiment: Experiment = getattr(import_module(f"reproduction.experiments.{module}"), kind)()
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(str(error.name), "reproduction", f"The experiment {name}") from error
+    return experiment

@@ -1,6 +1,6 @@
-"""The paper's ablations: α and the number of inducing points, the paper's FMGP on one table.
+"""The paper's ablations: α and the number of inducing points, for the paper's FMGP on one table.
 
-The paper's table is Year. Where that cannot be had, `--cases airline` is the one to ask for.
+The paper uses Year. Where Year is unavailable, use `--cases airline`.
 """
 
 from __future__ import annotations
@@ -17,37 +17,27 @@ from posthoc.collect.outputs import Outputs
 from posthoc.fmgp import FMGP
 from posthoc.kernels import RBF
 from posthoc.likelihoods.gaussian import Gaussian
-from reproduction.experiments.experiment import Experiment, Request
-from reproduction.experiments.regression import FEW, PAPER_FMGP, run
-from reproduction.experiments.tabular import Problem, problem
-from reproduction.experiments.variants import Given, Variant
-from reproduction.plots import dependence_figure
+from reproduction.experiments.experiment import Request
+from reproduction.experiments.regression import PAPER_FMGP, Problem, Regression, run_variant
+from reproduction.experiments.variants import QUICK, QUICK_POINTS, FitData, Variant
+from reproduction.figures import dependence_figure
 
 __all__ = ["AblationAlpha", "AblationInducing"]
 
 ALPHAS, NUMBERS = (0.0, 0.25, 0.5, 0.75, 1.0), (10, 50, 100, 200)
 
 
-class Ablation(Experiment):
-    """FMGP the paper's way, with one option changed from row to row."""
+class Ablation(Regression):
+    """The paper's FMGP with one option that changes from row to row."""
 
-    task = "regression"
     cases = ("year", "airline")
     option: ClassVar[str]
-    """That is changed."""
     label: ClassVar[str]
 
-    def configuration(self, case: str, method: str, request: Request) -> dict[str, Any]:
-        return {**self.methods[method].describe(request.quick), "network": "3 x 200 tanh units"}
-
-    def prepare(self, case: str, seed: int, request: Request) -> Problem:
-        return problem(case, seed, request)
-
-    def work(self, prepared: Problem, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
-        variant = self.methods[method]
-        given = Given(prepared.train, prepared.val)
+    def run(self, prepared: Problem, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
+        fit_data = FitData(prepared.train, prepared.val)
         x = prepared.test[0]
-        return run(variant, given, prepared, seed, request, lambda fit: decomposition(fit, x))
+        return run_variant(self.methods[method], fit_data, prepared, seed, request, lambda fit: decomposition(fit, x))
 
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
         figures = {"nll": "NLL", "crps": "CRPS", "cqm": "CQM", "amplitude": "amplitude", "noise": "noise"}
@@ -61,7 +51,7 @@ class AblationAlpha(Ablation):
     title = "What α does"
     option, label = "alpha", "α"
     methods = {  # noqa: RUF012 (declared a ClassVar above)
-        f"alpha-{alpha:g}": Variant(f"α = {alpha:g}", FMGP, {**PAPER_FMGP, "alpha": alpha}, {"num_inducing": 5, **FEW})
+        f"alpha-{alpha:g}": Variant(f"α = {alpha:g}", FMGP, {**PAPER_FMGP, "alpha": alpha}, QUICK_POINTS)
         for alpha in ALPHAS
     }
 
@@ -73,14 +63,19 @@ class AblationInducing(Ablation):
     title = "What the number of inducing points does"
     option, label = "num_inducing", "inducing points"
     methods = {  # noqa: RUF012
-        f"m-{number}": Variant(f"M = {number}", FMGP, {**PAPER_FMGP, "num_inducing": number}, FEW) for number in NUMBERS
+        f"m-{number}": Variant(f"M = {number}", FMGP, {**PAPER_FMGP, "num_inducing": number}, QUICK)
+        for number in NUMBERS
     }
 
 
 @torch.no_grad()
 def decomposition(method: Method, x: Tensor) -> dict[str, float]:
-    """What was learnt, in units of the residuals: amplitude, length-scales (mean and standard deviation), noise; and
-    how much of the prior's variance at some points is left, and how much the correction takes from it, in per cent."""
+    """The learned parameters of a fit, in units of the residuals, and the parts of the prior variance at `x`.
+
+    Returns:
+        Amplitude, mean and standard deviation of the length-scales, noise; and the posterior variance and the
+        correction, in percent of the prior variance.
+    """
     assert isinstance(method, FMGP)
     assert isinstance(method.likelihood, Gaussian)
     assert method.head is not None
@@ -88,15 +83,15 @@ def decomposition(method: Method, x: Tensor) -> dict[str, float]:
     kernel, coupling = process.kernel, process.coupling
     assert isinstance(kernel, RBF)
     unit = coupling.diagonal() if coupling is not None else torch.ones(1, dtype=torch.float64, device=head.device)
-    rows = Outputs(torch.zeros(len(x), 1, device=x.device), inputs=x)  # the variance does not look at outputs
+    rows = Outputs(torch.zeros(len(x), 1, device=x.device), inputs=x)  # the variance does not depend on the outputs
     prior = (kernel.diag(head.coordinates.points(rows))[:, None] * unit).mean()
-    left = head.latent(rows, head.prepared()).variance.mean()
+    posterior = head.latent(rows, head.prepared()).variance.mean()
     lengthscale = kernel.log_lengthscale.exp()
     return {
         "amplitude": float(kernel.log_amplitude.exp() * unit.mean()),
         "lengthscale_mean": float(lengthscale.mean()),
         "lengthscale_std": float(lengthscale.std()) if lengthscale.numel() > 1 else 0.0,
         "noise": float(method.likelihood.noise.mean()),
-        "posterior_percent": 100.0 * float(left / prior),
-        "correction_percent": 100.0 * float((prior - left) / prior),
+        "posterior_percent": 100.0 * float(posterior / prior),
+        "correction_percent": 100.0 * float((prior - posterior) / prior),
     }

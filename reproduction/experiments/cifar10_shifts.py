@@ -1,4 +1,4 @@
-"""CIFAR-10's test images, rotated and corrupted: how a network's doubts grow as its world changes."""
+"""CIFAR-10's test images, rotated and corrupted: uncertainty under distribution shift."""
 
 from __future__ import annotations
 
@@ -11,56 +11,59 @@ from typing import Any
 from torch import Tensor
 
 from posthoc.base import Method
+from posthoc.collect.outputs import Outputs
 from posthoc.evaluate.evaluate import score
-from reproduction.data.corruptions import CORRUPTIONS, available_corruptions, corrupted
+from reproduction.data.corruptions import CORRUPTIONS, SEVERITIES, available_corruptions, corrupted
 from reproduction.data.images import ROTATIONS, rotate
-from reproduction.experiments.cifar10 import CifarExperiment, depth_of, needs_network
-from reproduction.experiments.cifar_data import Cifar
+from reproduction.experiments.cifar10 import CifarExperiment, depth_of
+from reproduction.experiments.cifar_networks import Cifar
 from reproduction.experiments.experiment import Request
-from reproduction.plots import line_figure
+from reproduction.figures import line_figure
 
 __all__ = ["Cifar10Corruptions", "Cifar10Rotations"]
 
 IMAGES = 2000
-"""The first so many test images are changed: nineteen or seventy-five times all of them would take hours."""
-SEVERITIES = (1, 2, 3, 4, 5)
-FIGURES = ("nll", "ece", "accuracy", "brier")
+"""The number of test images, since 19 or 75 copies of all of them would take hours."""
+METRICS = ("nll", "ece", "accuracy", "brier")
+SHIFTS = len(CORRUPTIONS) * len(SEVERITIES) + len(ROTATIONS)
 
 
-class Shifted(CifarExperiment):
-    """A method on many changed copies of the first test images."""
+class ShiftExperiment(CifarExperiment):
+    """A method on several shifted copies of the first test images."""
 
-    def figures(self, cifar: Cifar, case: str, method: str, fit: Method, changes: Iterable[str]) -> dict[str, Any]:
-        """Those of each copy, by its name."""
-        whole = needs_network(self.variant(case, method))
-        found = {}
-        for change in changes:
-            data = changed(cifar, change) if whole else said_of(cifar, depth_of(case), change)
-            figures = score(fit, data, device=cifar.device).figures
-            found[change] = {name: figures[name] for name in FIGURES}
-        return found
+    def metrics_by_shift(
+        self, cifar: Cifar, case: str, method: str, fitted: Method, shifts: Iterable[str]
+    ) -> dict[str, dict[str, float]]:
+        """Metrics of each copy; a shift is "rotated 30" or "fog 2"."""
+        needs_network = self.variant(case, method).needs_network
+        metrics = {}
+        for shift in shifts:
+            data = shifted_rows(cifar, shift) if needs_network else shifted_outputs(cifar, depth_of(case), shift)
+            figures = score(fitted, data, device=cifar.device).figures
+            metrics[shift] = {name: figures[name] for name in METRICS}
+        return metrics
 
     def sources(self, cifar: Cifar, case: str, method: str) -> dict[str, str]:
-        words = self.data(cifar, case, method)
-        first = min(IMAGES, len(cifar.images("test").pixels))
-        return {"fit": words["fit"], "test": f"{words['test']}, the first {first:,} images"}
+        sources = super().sources(cifar, case, method)
+        count = min(IMAGES, len(cifar.images("test").pixels))
+        return {"fit": sources["fit"], "test": f"{sources['test']}, the first {count:,} images"}
 
 
-class Cifar10Rotations(Shifted):
-    """Four networks on images rotated by 0 to 180 degrees."""
+class Cifar10Rotations(ShiftExperiment):
+    """Four networks on images rotated by 0 to 180 degrees; metrics are means over the angles."""
 
     name = "cifar10-rotations"
     title = "CIFAR-10 rotated by 0 to 180 degrees"
 
-    def work(self, prepared: Cifar, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
-        fit, times = self.fitted(prepared, case, method, seed)
+    def run(self, prepared: Cifar, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
+        fitted, times = self.fit(prepared, case, method, seed)
         angles = ROTATIONS[:3] if request.quick else ROTATIONS
-        found = self.figures(prepared, case, method, fit, [f"rotated {angle}" for angle in angles])
-        line = {"x": list(angles), **{name: [row[name] for row in found.values()] for name in FIGURES}}
+        metrics = self.metrics_by_shift(prepared, case, method, fitted, [f"rotated {angle}" for angle in angles])
+        line: dict[str, list[Any]] = {name: [row[name] for row in metrics.values()] for name in METRICS}
         return {
-            "metrics": {name: statistics.fmean(line[name]) for name in FIGURES},  # over all angles
+            "metrics": {name: statistics.fmean(line[name]) for name in METRICS},
             "times": times,
-            "curves": {"lines": {"rotation": line}},
+            "curves": {"lines": {"rotation": {"x": list(angles), **line}}},
             "data": self.sources(prepared, case, method),
         }
 
@@ -68,54 +71,55 @@ class Cifar10Rotations(Shifted):
         return line_figure(folder / "figure", documents, "rotation", {"nll": "NLL", "ece": "ECE"}, "degrees")
 
 
-class Cifar10Corruptions(Shifted):
-    """ResNet56 on images corrupted in fifteen ways, each in five severities."""
+class Cifar10Corruptions(ShiftExperiment):
+    """ResNet56 on images corrupted in fifteen ways and five severities; metrics are means over all of them."""
 
     name = "cifar10-corruptions"
     title = "CIFAR-10 corrupted in fifteen ways"
     cases = ("resnet56",)
 
-    def work(self, prepared: Cifar, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
-        fit, times = self.fitted(prepared, case, method, seed)
-        usable, missing = available_corruptions(request.data_dir)
-        kinds = usable[:2] if request.quick else usable
-        found = self.figures(prepared, case, method, fit, [f"{kind} {s}" for kind in kinds for s in SEVERITIES])
+    def run(self, prepared: Cifar, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
+        fitted, times = self.fit(prepared, case, method, seed)
+        available, missing = available_corruptions(request.data_dir)
+        kinds = available[:2] if request.quick else available
+        shifts = [f"{kind} {severity}" for kind in kinds for severity in SEVERITIES]
+        metrics = self.metrics_by_shift(prepared, case, method, fitted, shifts)
         line: dict[str, list[Any]] = {"x": list(SEVERITIES)}
-        for name in FIGURES:
-            line[name] = [statistics.fmean(found[f"{kind} {s}"][name] for kind in kinds) for s in SEVERITIES]
-        words = self.sources(prepared, case, method)
-        words["test"] += f", corrupted in {len(kinds)} of {len(CORRUPTIONS)} ways"
+        for name in METRICS:
+            line[name] = [statistics.fmean(metrics[f"{kind} {s}"][name] for kind in kinds) for s in SEVERITIES]
+        sources = self.sources(prepared, case, method)
+        sources["test"] += f", corrupted in {len(kinds)} of {len(CORRUPTIONS)} ways"
         if missing:
-            words["missing"] = "; ".join(f"{kind}: {why}" for kind, why in missing.items())
+            sources["missing"] = "; ".join(f"{kind}: {reason}" for kind, reason in missing.items())
         return {
-            "metrics": {name: statistics.fmean(line[name]) for name in FIGURES},  # over kinds and severities
+            "metrics": {name: statistics.fmean(line[name]) for name in METRICS},
             "times": times,
             "curves": {"lines": {"severity": line}},
-            "data": words,
-            "diagnostics": {"nll": {kind: [found[f"{kind} {s}"]["nll"] for s in SEVERITIES] for kind in kinds}},
+            "data": sources,
+            "diagnostics": {"nll": {kind: [metrics[f"{kind} {s}"]["nll"] for s in SEVERITIES] for kind in kinds}},
         }
 
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
         return line_figure(folder / "figure", documents, "severity", {"nll": "NLL", "ece": "ECE"}, "severity")
 
 
-@lru_cache(maxsize=len(CORRUPTIONS) * len(SEVERITIES) + len(ROTATIONS))
-def pixels_of(cifar: Cifar, change: str) -> Tensor:
-    """The first test images, changed."""
+@lru_cache(maxsize=SHIFTS)
+def shifted_pixels(cifar: Cifar, shift: str) -> Tensor:
+    """The first test images with a shift."""
     images = cifar.images("test").pixels[:IMAGES]
-    kind, amount = change.split()
+    kind, amount = shift.split()
     if kind == "rotated":
         return rotate(images, float(amount))
     return corrupted(images, kind, int(amount), data_dir=cifar.request.data_dir)
 
 
-def changed(cifar: Cifar, change: str) -> tuple[Tensor, Tensor]:
-    """Changed images as the networks take them, and their classes."""
-    pixels = pixels_of(cifar, change)
-    return cifar.ready(pixels), cifar.images("test").targets[: len(pixels)].to(cifar.device)
+def shifted_rows(cifar: Cifar, shift: str) -> tuple[Tensor, Tensor]:
+    """Shifted images as inputs of the networks, and their classes."""
+    pixels = shifted_pixels(cifar, shift)
+    return cifar.to_inputs(pixels), cifar.images("test").targets[: len(pixels)].to(cifar.device)
 
 
-@lru_cache(maxsize=4 * (len(CORRUPTIONS) * len(SEVERITIES) + len(ROTATIONS)))
-def said_of(cifar: Cifar, depth: int, change: str) -> Any:
-    """What a network says of them."""
-    return cifar.run(depth, *changed(cifar, change)).outputs
+@lru_cache(maxsize=4 * SHIFTS)
+def shifted_outputs(cifar: Cifar, depth: int, shift: str) -> Outputs:
+    """The outputs of a network for shifted images."""
+    return cifar.compute(depth, *shifted_rows(cifar, shift)).outputs

@@ -1,10 +1,10 @@
-"""The paper's residual networks of 18 to 152 layers on ImageNet, of a thousand classes.
+"""The paper's residual networks of 18 to 152 layers on ImageNet, with 1,000 classes.
 
-All are scored on four of every five validation images. Temperature scaling and FMGP (with our defaults) are fitted on
-the fifth, since the network has seen the training images; the others on those, as in the paper. The paper's kernel is
-over the features alone here: distances between images of 150,528 numbers say nothing.
+All methods are scored on four of every five validation images. Temperature scaling and FMGP with our defaults are
+fitted on the fifth, since the network has seen the training images; the others on the training images, as in the paper.
+The paper's kernel uses the features alone here, since distances between images of 150,528 numbers carry no information.
 
-The case `resnet50-files` needs no images and no network: it has outputs on 1,000 images to fit on, and on 1,000 others.
+The case `resnet50-files` needs no images and no network: it has outputs for 1,000 images to fit on and 1,000 others.
 """
 
 from __future__ import annotations
@@ -26,21 +26,29 @@ from posthoc.integrations.models import Predictor, open_predictor
 from posthoc.integrations.transforms import Collate
 from posthoc.methods import ELLA, MAP, MFVI, Temperature
 from reproduction.data.files import DataFolder
-from reproduction.experiments.cifar10 import FINE_TUNED, needs_network
-from reproduction.experiments.clip import FEW_POINTS, PAPER_FMGP, outputs_file
+from reproduction.experiments.cifar10 import FINE_TUNING
+from reproduction.experiments.clip import PAPER_FMGP
 from reproduction.experiments.experiment import Experiment, Request
-from reproduction.experiments.variants import Given, Variant, fitted_and_scored
-from reproduction.experiments.zero_shot import Said, readers, said_once
-from reproduction.plots import dot_figure
+from reproduction.experiments.variants import (
+    QUICK_POINTS,
+    FitData,
+    NetworkOutputs,
+    Variant,
+    cached_outputs,
+    fit_and_score,
+    read_outputs,
+    worker_count,
+)
+from reproduction.figures import dot_figure
 
 __all__ = ["ImageNet", "Images"]
 
 WEIGHTS = "IMAGENET1K_V1"
-"""torchvision's first: the paper's figures of the bare networks are theirs."""
+"""torchvision's first weights, which the paper uses."""
 NETWORKS = tuple(f"resnet{depth}" for depth in (18, 34, 50, 101, 152))
 FILES, FILES_FOLDER = "resnet50-files", "imagenet_resnet50"
 HELD_OUT = 5
-"""One validation image in so many is to fit on."""
+"""Every fifth validation image is for fitting."""
 QUICK_IMAGES, QUICK_BATCH = 60, 4
 
 VARIANTS = {
@@ -49,9 +57,11 @@ VARIANTS = {
     "ella": Variant(
         "ELLA (last layer)", ELLA, {}, {"num_points": 20, "num_features": 4}, on="train, held out to choose"
     ),
-    "mfvi": Variant("MFVI", MFVI, {"samples": 20, **FINE_TUNED}, {"samples": 2, "steps": 3, "batch_size": QUICK_BATCH}),
+    "mfvi": Variant(
+        "MFVI", MFVI, {"samples": 20, **FINE_TUNING}, {"samples": 2, "steps": 3, "batch_size": QUICK_BATCH}
+    ),
     "fmgp-paper": PAPER_FMGP,
-    "fmgp": Variant("FMGP (ours)", FMGP, {}, FEW_POINTS, on="held out"),
+    "fmgp": Variant("FMGP (ours)", FMGP, {}, QUICK_POINTS, on="held out"),
 }
 SOURCES = {
     "train": "ImageNet, training images",
@@ -62,7 +72,7 @@ SOURCES = {
 
 
 class ImageNet(Experiment):
-    """Five networks from torchvision, and one's outputs."""
+    """Five networks from torchvision, and the outputs of one from files."""
 
     name = "imagenet"
     title = "ImageNet: five residual networks"
@@ -74,7 +84,7 @@ class ImageNet(Experiment):
         return replace(VARIANTS[method], on="sample") if case == FILES else VARIANTS[method]
 
     def methods_of(self, case: str) -> tuple[str, ...]:
-        # Many draws of the larger networks would take days.
+        # MFVI with many samples of the larger networks would take days.
         return tuple(name for name in VARIANTS if name != "mfvi" or case == "resnet18")
 
     def configuration(self, case: str, method: str, request: Request) -> dict[str, Any]:
@@ -84,57 +94,60 @@ class ImageNet(Experiment):
     def prepare(self, case: str, seed: int, request: Request) -> Files | Images:
         return Files(request) if case == FILES else images_of(case, request)
 
-    def work(self, prepared: Files | Images, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
+    def run(self, prepared: Files | Images, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
         variant = self.variant(case, method)
-        given, (test, seconds) = prepared.given(variant), prepared.test(variant)
-        found = fitted_and_scored(variant, self.task, given, test, prepared.network, seed, request)
-        times = found["times"]
-        if given.collected:
-            times["fit_seconds_with_network"] = times["fit_seconds"] + given.collected
+        fit_data, (test, seconds) = prepared.fit_data(variant), prepared.test(variant)
+        result = fit_and_score(variant, self.task, fit_data, test, prepared.network, seed, request)
+        times = result["times"]
+        if fit_data.collect_seconds:
+            times["fit_seconds_with_network"] = times["fit_seconds"] + fit_data.collect_seconds
         if seconds is not None:
-            run_again = 0.0 if needs_network(variant) else seconds
-            times |= {"network_seconds": seconds, "predict_seconds_with_network": times["predict_seconds"] + run_again}
-        return {**found, "data": prepared.words(variant)}
+            network_seconds = 0.0 if variant.needs_network else seconds
+            times["network_seconds"] = seconds
+            times["predict_seconds_with_network"] = times["predict_seconds"] + network_seconds
+        return {**result, "data": prepared.sources(variant)}
 
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
         return dot_figure(folder / "figure", documents, {"nll": "NLL", "ece": "ECE", "accuracy": "accuracy"})
 
 
 class Files:
-    """Outputs in files: all that black-box methods need."""
+    """Outputs in files, which are all that black-box methods need."""
 
     network = None
 
     def __init__(self, request: Request) -> None:
         self.sample, self.nips2017 = (
-            outputs_file(FILES_FOLDER, f"{name}.npz", request) for name in ("sample", "nips2017")
+            read_outputs(FILES_FOLDER, f"{name}.npz", request) for name in ("sample", "nips2017")
         )
 
-    def given(self, variant: Variant) -> Given:
-        return Given(self.sample)
+    def fit_data(self, variant: Variant) -> FitData:
+        return FitData(self.sample)
 
     def test(self, variant: Variant) -> tuple[Any, float | None]:
         return self.nips2017, None
 
-    def words(self, variant: Variant) -> dict[str, str]:
-        sizes = {"fit": len(self.sample), "test": len(self.nips2017)}
-        which = {"fit": "probably seen in its training (sample.npz)", "test": "unseen in its training (nips2017.npz)"}
-        return {part: f"ResNet50's outputs on {sizes[part]:,} ImageNet images {which[part]}" for part in sizes}
+    def sources(self, variant: Variant) -> dict[str, str]:
+        seen = f"{len(self.sample):,} ImageNet images probably seen in its training (sample.npz)"
+        unseen = f"{len(self.nips2017):,} ImageNet images unseen in its training (nips2017.npz)"
+        return {"fit": f"ResNet50's outputs on {seen}", "test": f"ResNet50's outputs on {unseen}"}
 
 
 @lru_cache(maxsize=1)
 def images_of(case: str, request: Request) -> Images:
-    """The images and the network of a case: its runs share them."""
+    """The images and the network of a case, which its runs share."""
     return Images(case, request)
 
 
 class Images:
-    """ImageNet's images, `imagenet/train` and `imagenet/val` with one folder a class, and what one network says of
-    them: each part is read, and run, when it is first asked for."""
+    """ImageNet's images and the outputs of one network, read and computed when they are first used.
+
+    The images are in `imagenet/train` and `imagenet/val` of the data, with one folder for each class.
+    """
 
     def __init__(self, case: str, request: Request) -> None:
         self.case, self.request = case, request
-        self.folder, self.said = cache(self._folder), cache(self._said)
+        self.folder, self.outputs = cache(self._folder), cache(self._outputs)
 
     @cached_property
     def predictor(self) -> Predictor:
@@ -144,8 +157,8 @@ class Images:
             raise
         except OSError as error:  # of a download
             raise UnavailableError(
-                f"Expected to download torchvision's weights of {self.case}, found that they cannot be had ({error}): "
-                f"put them into torch's cache (TORCH_HOME). The case {FILES} does without them."
+                f"Expected to download torchvision's weights of {self.case}, found them unavailable ({error}): "
+                f"put them into torch's cache (TORCH_HOME). The case {FILES} needs no weights."
             ) from error
 
     @property
@@ -158,60 +171,60 @@ class Images:
     def collate(self) -> Collate:
         return Collate(self.predictor.transform, self.predictor.backbone.dtype)
 
-    def given(self, variant: Variant) -> Given:
-        """What a variant is fitted on."""
-        if needs_network(variant):
-            # As many images as its steps see, from all over: it looks at each of them before it begins.
+    def fit_data(self, variant: Variant) -> FitData:
+        """The data that a variant is fitted on."""
+        if variant.needs_network:
+            # As many images as its steps use, evenly spaced, since it reads all of them before the first step.
             images = self.folder("train")
-            most = min(len(images), FINE_TUNED["steps"] * FINE_TUNED["batch_size"])
-            some = images.some(torch.linspace(0, len(images) - 1, most).long())
-            return Given(self._loader(some, shuffle=True), num_data=len(images))
-        val = self.said("held out").outputs if variant.on.endswith("to choose") else None
-        said = self.said(variant.on.partition(",")[0])
-        return Given(said.outputs, val, collected=said.seconds or 0.0)
+            count = min(len(images), FINE_TUNING["steps"] * FINE_TUNING["batch_size"])
+            subset = images.subset(torch.linspace(0, len(images) - 1, count).long())
+            return FitData(self._loader(subset, shuffle=True), num_data=len(images))
+        val = self.outputs("held out").outputs if variant.on.endswith("to choose") else None
+        computed = self.outputs(variant.on.partition(",")[0])
+        return FitData(computed.outputs, val, collect_seconds=computed.seconds or 0.0)
 
     def test(self, variant: Variant) -> tuple[Any, float | None]:
-        """What it is scored by, and the seconds that the network took."""
-        said = self.said("test")
-        if not needs_network(variant):
-            return said.outputs, said.seconds
+        """The test data, and the seconds of the network."""
+        computed = self.outputs("test")
+        if not variant.needs_network:
+            return computed.outputs, computed.seconds
         images = self.folder("val")
-        return self._loader(images.some(apart(len(images))[1])), said.seconds
+        return self._loader(images.subset(split_rows(len(images))[1])), computed.seconds
 
-    def words(self, variant: Variant) -> dict[str, str]:
-        """Where the data come from."""
+    def sources(self, variant: Variant) -> dict[str, str]:
+        """The sources of the data."""
         return {"fit": SOURCES[variant.on], "test": SOURCES["test"]}
 
-    def _loader(self, images: Folder, *, shuffle: bool = False) -> DataLoader[Any]:
-        size, workers = (QUICK_BATCH, 0) if self.request.quick else (FINE_TUNED["batch_size"], readers())
+    def _loader(self, images: FolderRows, *, shuffle: bool = False) -> DataLoader[Any]:
+        size, workers = (QUICK_BATCH, 0) if self.request.quick else (FINE_TUNING["batch_size"], worker_count())
         return DataLoader(images, size, shuffle, collate_fn=self.collate, num_workers=workers)
 
-    def _folder(self, part: str) -> Folder:
+    def _folder(self, part: str) -> FolderRows:
         own = DataFolder("imagenet", self.request.data_dir).own
         if own is None or not (own / part).is_dir():
             raise UnavailableError(
                 f"Expected ImageNet's images in imagenet/{part} of the data (--data-dir), one folder a class, found no "
-                f"such folder{f' in {own.parent}' if own is not None else ''}. The case {FILES} does without them."
+                f"such folder{f' in {own.parent}' if own is not None else ''}. The case {FILES} needs no images."
             )
         images = ImageFolder(own / part)
         classes = self.network.get_submodule(str(self.predictor.backbone.layer)).out_features
-        if len(images.labels) != classes:  # classes are numbered by their folders' names
+        if len(images.labels) != classes:  # classes are numbered in the order of the folders' names
             raise DataError(f"Expected {classes} folders of classes in {own / part}, found {len(images.labels)}.")
         step = max(1, len(images) // QUICK_IMAGES) if self.request.quick else 1
-        return Folder(images, range(0, len(images), step))
+        return FolderRows(images, range(0, len(images), step))
 
-    def _said(self, part: str) -> Said:
+    def _outputs(self, part: str) -> NetworkOutputs:
         if part in ("held out", "test"):
-            val = self.said("val")
-            return val.of(apart(len(val.outputs))[part == "test"])
+            val = self.outputs("val")
+            return val.subset(split_rows(len(val.outputs))[part == "test"])
         images = self.folder(part)
         identity = {**self.predictor.identity, "data": images.identity}
         name, quick = f"{self.case}-imagenet-{part}", self.request.quick
-        return said_once(name, self.predictor.backbone, images, self.collate, identity, quick=quick)
+        return cached_outputs(name, self.predictor.backbone, images, self.collate, identity, quick=quick)
 
 
-class Folder(Dataset[Any]):
-    """Some images of a folder, by their rows in it."""
+class FolderRows(Dataset[Any]):
+    """Some images of a folder, by their row numbers."""
 
     def __init__(self, images: ImageFolder, rows: Sequence[int]) -> None:
         self.images, self.rows = images, rows
@@ -223,12 +236,11 @@ class Folder(Dataset[Any]):
     def __getitem__(self, row: int) -> tuple[Any, int | None]:
         return self.images[self.rows[row]]
 
-    def some(self, rows: Tensor) -> Folder:
-        """Fewer of them."""
-        return Folder(self.images, [self.rows[row] for row in rows.tolist()])
+    def subset(self, rows: Tensor) -> FolderRows:
+        return FolderRows(self.images, [self.rows[row] for row in rows.tolist()])
 
 
-def apart(count: int) -> tuple[Tensor, Tensor]:
-    """Rows to fit on and rows to score by: of every class, since the images lie class by class."""
+def split_rows(count: int) -> tuple[Tensor, Tensor]:
+    """Rows to fit on and rows to score by; both contain every class, since the images are sorted by class."""
     rows = torch.arange(count)
     return rows[::HELD_OUT], rows[rows % HELD_OUT != 0]

@@ -1,48 +1,70 @@
-"""The paper's regressions: Year, Airline and Taxi, networks of three layers of 200 tanh units.
+"""The paper's regressions: Year, Airline and Taxi, with networks of three layers of 200 tanh units.
 
-As in the paper, methods are fitted on the rows that the network has learnt from, and choose by the validation rows;
-FMGP with our defaults is fitted on the validation rows instead, which the network has not seen.
+As in the paper, methods are fitted on the network's training rows and use the validation rows for choices. FMGP with
+the defaults of this package is fitted on the validation rows, which the network has not seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from posthoc.base import Method
+from posthoc.evaluate.cost import versions
 from posthoc.fmgp import FMGP
+from posthoc.io import atomic_path, require_folder
 from posthoc.methods import ELLA, MAP, MFVI, Laplace, VaLLA
+from reproduction.data import load
+from reproduction.data.files import cache_folder
 from reproduction.experiments.experiment import Experiment, Request
-from reproduction.experiments.tabular import Problem, problem
-from reproduction.experiments.variants import Given, Variant, fitted_and_scored
-from reproduction.plots import dot_figure
+from reproduction.experiments.variants import QUICK, QUICK_POINTS, FitData, Variant, digest, fit_and_score
+from reproduction.figures import dot_figure
 
-__all__ = ["PAPER_FMGP", "Regression"]
+__all__ = ["PAPER_FMGP", "VARIANTS", "Problem", "Regression", "fit_data_of", "mlp", "run_variant", "train_mlp"]
 
-FEW = {"steps": 3, "batch_size": 20}
-FEW_POINTS = {"num_inducing": 5, **FEW}
-LINEARISED_ROWS = 50_000
-"""Gradients of all weights are taken at no more rows than so many, which then stand for all."""
+EPOCHS, BATCH = 30, 512
+QUICK_ROWS = 300
+SHUFFLED = ("airline", "taxi")
+"""Data sets in the order of time, over more months than the paper's; their rows are shuffled."""
+MAX_LINEARIZED_ROWS = 50_000
+"""Methods with gradients of all weights use at most this number of rows, evenly spaced."""
 PAPER_FMGP = {"kernel": {"type": "rbf", "on": "inputs"}, "residuals": "gaussian", "inducing": "kmeans", "steps": 2000}
-"""Squared exponential, over the inputs."""
+"""The paper's FMGP for regression: a squared exponential kernel over the inputs."""
 FITTED_ON = {
     "train": "rows that the network learnt from",
     "val": "validation rows",
     "train, val": "rows that the network learnt from, and validation rows to choose by",
 }
-
 VARIANTS = {
     "map": Variant("MAP", MAP, on="val"),
     "lla-kfac": Variant("LLA (last layer, KFAC)", Laplace, {"curvature": "kron"}),
     "ella": Variant("ELLA", ELLA, {"weights": "all", "early_stop": False}, {"num_points": 20}, on="train, val"),
-    "valla": Variant("VaLLA", VaLLA, {"weights": "all"}, FEW_POINTS, on="train, val"),
-    "mfvi": Variant("MFVI", MFVI, {"steps": 3000, "samples": 30}, {"samples": 2, **FEW}),
-    "fmgp-paper": Variant("FMGP (the paper's way)", FMGP, PAPER_FMGP, FEW_POINTS, on="train, val"),
-    "fmgp": Variant("FMGP (ours)", FMGP, {}, FEW_POINTS, on="val"),
+    "valla": Variant("VaLLA", VaLLA, {"weights": "all"}, QUICK_POINTS, on="train, val"),
+    "mfvi": Variant("MFVI", MFVI, {"steps": 3000, "samples": 30}, {"samples": 2, **QUICK}),
+    "fmgp-paper": Variant("FMGP (the paper's way)", FMGP, PAPER_FMGP, QUICK_POINTS, on="train, val"),
+    "fmgp": Variant("FMGP (ours)", FMGP, {}, QUICK_POINTS, on="val"),
 }
+
+Rows = tuple[Tensor, Tensor]
+"""Inputs and targets."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A trained network, its training rows, validation rows, test rows, and the source of the data."""
+
+    network: nn.Sequential
+    train: Rows
+    val: Rows
+    test: Rows
+    source: str
 
 
 class Regression(Experiment):
@@ -52,43 +74,96 @@ class Regression(Experiment):
     title = "Regression: Year, Airline and Taxi"
     task = "regression"
     methods = VARIANTS
-    cases = ("year", "airline", "taxi")
+    cases: ClassVar[tuple[str, ...]] = ("year", "airline", "taxi")
 
     def configuration(self, case: str, method: str, request: Request) -> dict[str, Any]:
-        return {**VARIANTS[method].describe(request.quick), "network": "3 x 200 tanh units"}
+        return {**self.methods[method].describe(request.quick), "network": "3 x 200 tanh units"}
 
     def prepare(self, case: str, seed: int, request: Request) -> Problem:
-        return problem(case, seed, request)
+        return load_problem(case, seed, request)
 
-    def work(self, prepared: Problem, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
-        variant = VARIANTS[method]
-        return run(variant, given(variant, prepared), prepared, seed, request)
+    def run(self, prepared: Problem, case: str, method: str, seed: int, request: Request) -> Mapping[str, Any]:
+        variant = self.methods[method]
+        return run_variant(variant, fit_data_of(variant, prepared), prepared, seed, request)
 
     def draw(self, documents: list[dict[str, Any]], folder: Path) -> list[Path]:
         return dot_figure(folder / "figure", documents, {"nll": "NLL", "crps": "CRPS", "cqm": "CQM"})
 
 
-def given(variant: Variant, task: Problem) -> Given:
-    """What a variant is fitted on."""
+def fit_data_of(variant: Variant, problem: Problem) -> FitData:
+    """The rows that a variant is fitted on."""
     if variant.on == "val":
-        return Given(task.val)
-    x, y = task.train
-    val = task.val if "val" in variant.on else None
-    if variant.options.get("weights") == "all" and len(x) > LINEARISED_ROWS:
-        rows = torch.linspace(0, len(x) - 1, LINEARISED_ROWS, device=x.device).long()
-        return Given((x[rows], y[rows]), val, num_data=len(x))
-    return Given((x, y), val)
+        return FitData(problem.val)
+    x, y = problem.train
+    val = problem.val if "val" in variant.on else None
+    if variant.options.get("weights") == "all" and len(x) > MAX_LINEARIZED_ROWS:
+        rows = torch.linspace(0, len(x) - 1, MAX_LINEARIZED_ROWS, device=x.device).long()
+        return FitData((x[rows], y[rows]), val, num_data=len(x))
+    return FitData((x, y), val)
 
 
-def run(
+def run_variant(
     variant: Variant,
-    given: Given,
-    task: Problem,
+    fit_data: FitData,
+    problem: Problem,
     seed: int,
     request: Request,
-    look: Callable[[Method], dict[str, float]] = lambda method: {},
+    inspect: Callable[[Method], dict[str, float]] = lambda method: {},
 ) -> dict[str, Any]:
-    """One method on one problem, with what is to be said of its rows."""
-    found = fitted_and_scored(variant, "regression", given, task.test, task.network, seed, request, look)
-    rows = {name: len(part[0]) for name, part in (("train", task.train), ("val", task.val), ("test", task.test))}
-    return {**found, "data": {"test": task.source, "fit": FITTED_ON[variant.on]}, "diagnostics": {"rows": rows}}
+    """Fits and scores one variant, and describes the data."""
+    result = fit_and_score(variant, "regression", fit_data, problem.test, problem.network, seed, request, inspect)
+    rows = {name: len(getattr(problem, name)[0]) for name in ("train", "val", "test")}
+    return {**result, "data": {"test": problem.source, "fit": FITTED_ON[variant.on]}, "diagnostics": {"rows": rows}}
+
+
+def load_problem(name: str, seed: int, request: Request) -> Problem:
+    """A data set in three parts, the same for all seeds, and the network of a seed, trained on the first part."""
+    data = load(name, request.data_dir)
+    source = data.source
+    if name in SHUFFLED:
+        data, source = data.shuffled(0), f"{source}; rows shuffled"
+    if request.quick:
+        data = data[:QUICK_ROWS]
+    parts = data.split().standardized()
+    device = torch.device(request.device)
+    train, val, test = ((part.inputs.to(device), part.targets[:, None].to(device)) for part in parts)
+    network = cached_mlp(train, seed, source, epochs=2 if request.quick else EPOCHS)
+    return Problem(network, train, val, test, source)
+
+
+def cached_mlp(train: Rows, seed: int, source: str, epochs: int) -> nn.Sequential:
+    """The trained network of a seed, kept in the cache, since several experiments use it."""
+    x, _ = train
+    recipe = [source, list(x.shape), seed, epochs, BATCH, x.device.type, versions()]
+    path = cache_folder() / "networks" / f"mlp-{digest(recipe)}.safetensors"
+    network = mlp(x.shape[1], seed)
+    if path.exists():
+        network.load_state_dict(load_file(path))
+        return network.to(x.device).eval()
+    train_mlp(network.to(x.device), train, seed, epochs=epochs)
+    require_folder(path.parent)
+    with atomic_path(path) as temporary:
+        save_file(network.state_dict(), temporary)
+    return network.eval()
+
+
+def mlp(width: int, seed: int) -> nn.Sequential:
+    """An untrained network of three layers of 200 tanh units, for `width` inputs."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        hidden = [layer for a, b in pairwise([width, 200, 200, 200]) for layer in (nn.Linear(a, b), nn.Tanh())]
+        return nn.Sequential(*hidden, nn.Linear(200, 1))
+
+
+def train_mlp(network: nn.Sequential, rows: Rows, seed: int, *, epochs: int = EPOCHS, batch_size: int = BATCH) -> None:
+    """Trains a network by Adam with a cosine schedule on the squared error."""
+    x, y = rows
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * -(-len(x) // batch_size))
+    for _ in range(epochs):
+        for batch in torch.randperm(len(x), generator=generator).to(x.device).split(batch_size):
+            optimizer.zero_grad()
+            (network(x[batch]) - y[batch]).square().mean().backward()
+            optimizer.step()
+            schedule.step()

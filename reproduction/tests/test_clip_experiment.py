@@ -16,7 +16,7 @@ import torch
 from posthoc import FileError, MissingExtraError
 from reproduction.data import Dataset, images
 from reproduction.data import files as data_files
-from reproduction.experiments import Request, clip, experiment_named, zero_shot
+from reproduction.experiments import Request, clip, experiment_named, variants
 
 NAMES = tuple(f"kind_{i}" for i in range(100))
 NAMES_FILE = "fine_label_names.txt"
@@ -168,9 +168,9 @@ def by_the_library(hub: Path, data: Dataset) -> Any:
 
 def test_clip_says_what_its_library_says(hub):
     data = pictures(5)
-    backbone, collate, words = zero_shot.read_clip(CLASSES, hub, "cpu")
-    rows = zero_shot.Pictures(data)
-    found = zero_shot.said_once("tiny", backbone, rows, collate, {"data": rows.identity}, quick=True)
+    backbone, collate, words = clip.load_clip(CLASSES, hub, "cpu")
+    rows = clip.PictureRows(data)
+    found = variants.cached_outputs("tiny", backbone, rows, collate, {"data": rows.identity}, quick=True)
     logits, embeddings = by_the_library(hub, data)
     assert logits.std(0).min() > 0.1  # there is something to compare
     torch.testing.assert_close(found.outputs.outputs, logits, rtol=1e-4, atol=1e-4)
@@ -180,47 +180,47 @@ def test_clip_says_what_its_library_says(hub):
 
 
 def test_what_was_said_is_kept_by_all_that_decides_it(hub, monkeypatch):
-    backbone, collate, _ = zero_shot.read_clip(CLASSES, hub, "cpu")
+    backbone, collate, _ = clip.load_clip(CLASSES, hub, "cpu")
 
     def said(data, backbone=backbone):
-        rows = zero_shot.Pictures(data)
-        return zero_shot.said_once("tiny", backbone, rows, collate, {"data": rows.identity}, quick=True)
+        rows = clip.PictureRows(data)
+        return variants.cached_outputs("tiny", backbone, rows, collate, {"data": rows.identity}, quick=True)
 
     first = said(pictures(4))
     assert first.seconds > 0
-    half = first.of(torch.tensor([1, 3]))
+    half = first.subset(torch.tensor([1, 3]))
     assert half.seconds == first.seconds / 2
     assert torch.equal(half.outputs.outputs, first.outputs.outputs[[1, 3]])
-    other, _, _ = zero_shot.read_clip(("cat", "lion", "dog"), hub, "cpu")
+    other, _, _ = clip.load_clip(("cat", "lion", "dog"), hub, "cpu")
     assert not torch.equal(said(pictures(4), other).outputs.outputs, first.outputs.outputs)
     assert not torch.equal(said(pictures(4, seed=1)).outputs.outputs, first.outputs.outputs)
 
     def refuse(*args, **kwargs):
         pytest.fail("the network was run again")
 
-    monkeypatch.setattr(zero_shot, "collect_to_folder", refuse)
+    monkeypatch.setattr(variants, "collect_to_folder", refuse)
     again = said(pictures(4))
     assert torch.equal(again.outputs.outputs, first.outputs.outputs)
     assert again.seconds == first.seconds
 
 
 def test_a_run_that_was_killed_is_gone_on_with_and_has_no_time(hub):
-    backbone, collate, _ = zero_shot.read_clip(CLASSES, hub, "cpu")
+    backbone, collate, _ = clip.load_clip(CLASSES, hub, "cpu")
     data = pictures(70)  # more than a batch
 
-    class Broken(zero_shot.Pictures):
+    class Broken(clip.PictureRows):
         def __getitem__(self, row):
             if row == 66:
                 raise KeyboardInterrupt
             return super().__getitem__(row)
 
-    rows = zero_shot.Pictures(data)
+    rows = clip.PictureRows(data)
     arguments = (collate, {"data": rows.identity})
     with pytest.raises(KeyboardInterrupt):
-        zero_shot.said_once("tiny", backbone, Broken(data), *arguments, quick=True)
-    found = zero_shot.said_once("tiny", backbone, rows, *arguments, quick=True)
+        variants.cached_outputs("tiny", backbone, Broken(data), *arguments, quick=True)
+    found = variants.cached_outputs("tiny", backbone, rows, *arguments, quick=True)
     assert found.seconds is None
-    assert found.of(torch.arange(3)).seconds is None
+    assert found.subset(torch.arange(3)).seconds is None
     torch.testing.assert_close(found.outputs.outputs, by_the_library(hub, data)[0], rtol=1e-4, atol=1e-4)
 
 
@@ -228,10 +228,10 @@ def test_weights_that_cannot_be_had_or_could_run_code(hub, tmp_path, monkeypatch
     import transformers
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(zero_shot, "MODEL", "no/such-model")
+    monkeypatch.setattr(clip, "MODEL", "no/such-model")
     for folder in (None, tmp_path):
-        with pytest.raises(FileError, match=r"no/such-model cannot be had.*folder clip.*banking77 does without"):
-            zero_shot.read_clip(CLASSES, folder, "cpu")
+        with pytest.raises(FileError, match=r"no/such-model are unavailable.*folder clip.*banking77 needs no weights"):
+            clip.load_clip(CLASSES, folder, "cpu")
     unsafe = tmp_path / "clip"
     unsafe.mkdir()
     for path in (hub / "clip").iterdir():
@@ -240,10 +240,10 @@ def test_weights_that_cannot_be_had_or_could_run_code(hub, tmp_path, monkeypatch
     model = transformers.CLIPModel.from_pretrained(hub / "clip")
     torch.save(model.state_dict(), unsafe / "pytorch_model.bin")
     with pytest.raises(FileError, match="Expected CLIP's weights as safetensors"):
-        zero_shot.read_clip(CLASSES, tmp_path, "cpu")
+        clip.load_clip(CLASSES, tmp_path, "cpu")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtraError, match=r"posthoc\[hf\]"):
-        zero_shot.read_clip(CLASSES, hub, "cpu")
+        clip.load_clip(CLASSES, hub, "cpu")
 
 
 # The experiment.

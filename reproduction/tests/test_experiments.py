@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,15 +14,21 @@ import pytest
 import torch
 
 from posthoc import FMGP, RBF, Outputs
-from posthoc.errors import FileError, OptionError, PosthocError, PosthocWarning, UnavailableError
+from posthoc.errors import (
+    FileError,
+    MissingExtraError,
+    OptionError,
+    PosthocError,
+    PosthocWarning,
+    UnavailableError,
+)
 from posthoc.methods import MAP, Temperature
 from reproduction.data import Dataset
-from reproduction.experiments import EXPERIMENTS, Request, cifar_data, experiment_named, tabular
+from reproduction.experiments import EXPERIMENTS, Request, cifar_networks, experiment_named, regression
 from reproduction.experiments.ablations import decomposition
 from reproduction.experiments.cifar_networks import CifarResNet, pretrained
-from reproduction.experiments.experiment import Experiment
-from reproduction.experiments.runner import Run, run_once
-from reproduction.experiments.variants import Given, Variant, fitted
+from reproduction.experiments.experiment import Experiment, Run, load_or_run
+from reproduction.experiments.variants import FitData, Variant, cached_fit
 
 RUN = Run("toy", "", "fmgp", 3, "regression", {"steps": 5, "span": (0, 1)})
 
@@ -40,11 +47,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_is_made_once(tmp_path):
-    first = run_once(
+    first = load_or_run(
         RUN, tmp_path, lambda: {"metrics": {"nll": 0.25}, "times": {"fit_seconds": 1.0}, "data": {"test": "toys"}}
     )
     written = json.loads((tmp_path / "toy" / "fmgp-3.json").read_text())
-    assert written == first == run_once(RUN, tmp_path, refuse)
+    assert written == first == load_or_run(RUN, tmp_path, refuse)
     assert written["metrics"] == {"nll": 0.25}
     assert written["problem"] is None
     assert written["configuration"] == {"steps": 5, "span": [0, 1], "data": {"test": "toys"}}
@@ -54,32 +61,34 @@ def test_a_run_is_made_once(tmp_path):
 
 
 def test_a_result_of_another_configuration_or_version_is_not_taken_for_it(tmp_path):
-    run_once(RUN, tmp_path, lambda: {"metrics": {"nll": 1.0}})
+    load_or_run(RUN, tmp_path, lambda: {"metrics": {"nll": 1.0}})
     other = Run("toy", "", "fmgp", 3, "regression", {"steps": 6, "span": (0, 1)})
     with pytest.raises(FileError, match=r"another configuration.*\(steps\).*--force"):
-        run_once(other, tmp_path, refuse)
-    assert run_once(other, tmp_path, lambda: {"metrics": {"nll": 2.0}}, force=True)["metrics"] == {"nll": 2.0}
-    assert run_once(other, tmp_path, refuse)["metrics"] == {"nll": 2.0}
+        load_or_run(other, tmp_path, refuse)
+    assert load_or_run(other, tmp_path, lambda: {"metrics": {"nll": 2.0}}, force=True)["metrics"] == {"nll": 2.0}
+    assert load_or_run(other, tmp_path, refuse)["metrics"] == {"nll": 2.0}
     path = other.path(tmp_path)
     document = json.loads(path.read_text())
     document["versions"]["posthoc"] = "0.0.1"
     path.write_text(json.dumps(document))
     with pytest.raises(FileError, match=r"found one of 0\.0\.1"):
-        run_once(other, tmp_path, refuse)
+        load_or_run(other, tmp_path, refuse)
 
 
 def test_a_failed_run_leaves_nothing_and_a_foreign_file_is_refused(tmp_path):
     with pytest.raises(ZeroDivisionError):
-        run_once(RUN, tmp_path, lambda: {"metrics": {"nll": 1 / 0}})
+        load_or_run(RUN, tmp_path, lambda: {"metrics": {"nll": 1 / 0}})
     assert not list(tmp_path.rglob("*.json"))
     for text in ("[]", "{", "{}"):
         RUN.path(tmp_path).write_text(text)
         with pytest.raises(FileError, match="something else"):
-            run_once(RUN, tmp_path, refuse)
+            load_or_run(RUN, tmp_path, refuse)
 
 
 def test_a_run_without_numbers_is_kept_and_marked(tmp_path):
-    found = run_once(RUN, tmp_path, lambda: {"metrics": {"nll": math.nan, "rmse": 1.0}, "curves": {"a": [math.inf, 2]}})
+    found = load_or_run(
+        RUN, tmp_path, lambda: {"metrics": {"nll": math.nan, "rmse": 1.0}, "curves": {"a": [math.inf, 2]}}
+    )
     assert found["problem"] == "not a finite number: nll"
     assert found["metrics"] == {"nll": None, "rmse": 1.0}
     assert found["curves"] == {"a": [None, 2]}
@@ -101,7 +110,7 @@ class Toy(Experiment):
         self.prepared += 1
         return case
 
-    def work(self, prepared: Any, case: str, method: str, seed: int, request: Request) -> dict[str, Any]:
+    def run(self, prepared: Any, case: str, method: str, seed: int, request: Request) -> dict[str, Any]:
         assert prepared == case
         if method == "bad":
             raise FileError("Expected better, found this.")
@@ -114,7 +123,7 @@ class Toy(Experiment):
 def test_an_experiment_makes_all_its_runs_though_some_fail(tmp_path):
     told: list[str] = []
     toy = Toy()
-    request = Request(out=tmp_path, seeds=(0, 1), say=told.append)
+    request = Request(out=tmp_path, seeds=(0, 1), log=told.append)
     with pytest.raises(PosthocError, match=r"4 of 12 runs failed.*a, bad, seed 0: FileError: Expected better"):
         toy.reproduce(request)
     runs = {path.name for path in (tmp_path / "toy").glob("*.json")}
@@ -149,10 +158,10 @@ class Elsewhere(Toy):
 def test_a_case_that_cannot_be_had_is_left_out_unless_it_was_asked_for(tmp_path):
     told: list[str] = []
     toy = Elsewhere()
-    request = Request(out=tmp_path, seeds=(0, 1), methods=("good", "worse"), say=told.append)
+    request = Request(out=tmp_path, seeds=(0, 1), methods=("good", "worse"), log=told.append)
     assert [(d["case"], d["method"]) for d in toy.reproduce(request)] == 2 * [("b", "good"), ("b", "worse")]
     assert told[-1] == (
-        "left out: a, which cannot be had here: Expected the file a, found no network. posthoc: put it into a folder."
+        "left out: a, whose data are unavailable: Expected the file a, found no network. posthoc: put it into a folder."
     )
     assert toy.prepared == 3  # a is not asked for again
     with pytest.raises(UnavailableError, match="the file a"):
@@ -190,13 +199,13 @@ def test_a_fit_is_kept_by_its_recipe(monkeypatch):
     data = Outputs(3.0 * torch.randn(50, 3, generator=generator), torch.randint(3, (50,), generator=generator))
     variant = Variant("T", Temperature, on="here")
     make = lambda: variant.build(None, "classification", seed=0, device="cpu")  # noqa: E731
-    first, times = fitted(make, lambda: Given(data, collected=2.0), {"a": 1}, None)
+    first, times = cached_fit(make, lambda: FitData(data, collect_seconds=2.0), {"a": 1}, None)
     assert times["fit_seconds_with_network"] == times["fit_seconds"] + 2.0
-    second, again = fitted(make, refuse, {"a": 1}, None)
+    second, again = cached_fit(make, refuse, {"a": 1}, None)
     assert again == times
     assert torch.equal(first.predict(data).probs, second.predict(data).probs)
     with pytest.raises(pytest.fail.Exception):
-        fitted(make, refuse, {"a": 2}, None)
+        cached_fit(make, refuse, {"a": 2}, None)
 
 
 # The experiments, on next to nothing.
@@ -212,7 +221,7 @@ def small_table(rows: int = 120) -> Dataset:
 @pytest.mark.parametrize(("name", "count"), [("regression", 7), ("ablation-alpha", 5), ("ablation-inducing", 4)])
 def test_tables(name, count, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(tabular, "load", lambda what, folder: asked.append((what, folder)) or small_table())
+    monkeypatch.setattr(regression, "load", lambda what, folder: asked.append((what, folder)) or small_table())
     request = Request(out=tmp_path, seeds=(0, 1), cases=("airline",), data_dir=Path("data"), quick=True)
     documents = experiment_named(name).reproduce(request)
     assert len(documents) == 2 * count
@@ -256,9 +265,9 @@ def cifar(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(depth)
         return CifarResNet(20).eval()
 
-    monkeypatch.setattr(cifar_data, "cifar10", images)
-    monkeypatch.setattr(cifar_data, "svhn", images)
-    monkeypatch.setattr(cifar_data, "pretrained", network)
+    monkeypatch.setattr(cifar_networks, "cifar10", images)
+    monkeypatch.setattr(cifar_networks, "svhn", images)
+    monkeypatch.setattr(cifar_networks, "pretrained", network)
 
 
 def test_cifar10(cifar, tmp_path):
@@ -277,14 +286,14 @@ def test_cifar10(cifar, tmp_path):
         assert ("second half" in document["configuration"]["data"]["test"]) == half
         assert half or document["times"]["predict_seconds_with_network"] > 0
     # By hand: the bare network.
-    cifar = cifar_data.Cifar(request)
-    outputs = cifar.said(20, "test").outputs
+    cifar = cifar_networks.Cifar(request)
+    outputs = cifar.outputs(20, "test").outputs
     bare = -outputs.outputs.log_softmax(-1)[torch.arange(16), outputs.targets].mean()
     assert documents["resnet20", "map"]["metrics"]["nll"] == pytest.approx(float(bare), rel=1e-5)
     later = -outputs.outputs.log_softmax(-1)[torch.arange(8, 16), outputs.targets[8:]].mean()
     assert documents["resnet20-half", "map"]["metrics"]["nll"] == pytest.approx(float(later), rel=1e-5)
     with torch.no_grad():
-        whole = cifar.network(20)(cifar.pair("test")[0])
+        whole = cifar.network(20)(cifar.rows("test")[0])
     torch.testing.assert_close(outputs.outputs, whole)
 
 
@@ -304,7 +313,7 @@ def test_cifar10_elsewhere_rotated_and_corrupted(name, cifar, tmp_path):
         assert document["metrics"]["nll"] == pytest.approx(sum(line["nll"]) / len(line["nll"]))
         assert "the first 16 images" in document["configuration"]["data"]["test"]
     if name == "cifar10-rotations":  # by no angle, they are the test images
-        data = cifar_data.Cifar(request).said(56, "test").outputs
+        data = cifar_networks.Cifar(request).outputs(56, "test").outputs
         bare = MAP(None, "classification").fit(data).predict(data)
         assert documents["map"]["curves"]["lines"]["rotation"]["nll"][0] == pytest.approx(
             -float(bare.log_prob(data.targets).mean()), rel=1e-4
@@ -326,7 +335,7 @@ def test_weights_come_from_a_folder_and_must_fit(tmp_path):
 
 
 def test_molecules(tmp_path, monkeypatch):
-    pytest.importorskip("torch_geometric", reason="torch-geometric is not installed (extra qm9)")
+    pytest.importorskip("torch_geometric", reason="torch-geometric is not installed (extra reproduction)")
     from reproduction.experiments import qm9
     from reproduction.tests.test_molecule_network import some
 
@@ -336,3 +345,10 @@ def test_molecules(tmp_path, monkeypatch):
     assert documents[0]["diagnostics"]["rows"] == {"train": 40, "val": 10, "test": 20}
     assert len({round(document["metrics"]["rmse"], 5) for document in documents}) == 1  # the mean stays
     assert "made here" in documents[0]["configuration"]["data"]["test"]
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "reproduction.experiments.qm9", raising=False)
+    monkeypatch.setitem(sys.modules, "reproduction.experiments.molecule_network", None)
+    with pytest.raises(MissingExtraError, match=r"The experiment qm9 needs .*posthoc\[reproduction\]"):
+        experiment_named("qm9")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc import DataError, FileError, PosthocError
-from reproduction.experiments import Request, experiment_named, imagenet, zero_shot
+from reproduction.experiments import Request, experiment_named, imagenet, variants
 from tests.collecting_cases import TinyNet, image
 
 CLASSES = ("n01", "n02", "n03")
@@ -125,7 +125,7 @@ def test_the_whole_experiment(torchvision, data, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         pytest.fail("the network was run again")
 
-    monkeypatch.setattr(zero_shot, "collect_to_folder", refuse)
+    monkeypatch.setattr(variants, "collect_to_folder", refuse)
     imagenet.images_of.cache_clear()
     again = experiment.reproduce(quick(data, tmp_path / "out", seeds=(0, 1), methods=("map", "fmgp-paper")))
     assert again[:2] == [found["map"], found["fmgp-paper"]]
@@ -133,12 +133,12 @@ def test_the_whole_experiment(torchvision, data, tmp_path, monkeypatch):
 
 def test_what_methods_are_fitted_on(torchvision, data, tmp_path):
     images = imagenet.Images("resnet18", quick(data, tmp_path))
-    train, held_out, test = (images.said(part).outputs for part in ("train", "held out", "test"))
+    train, held_out, test = (images.outputs(part).outputs for part in ("train", "held out", "test"))
     assert train.targets.tolist() == [0] * TRAIN + [1] * TRAIN + [2] * TRAIN
     assert (len(held_out), len(test)) == (6, 24)
     for part in (held_out, test):
         assert part.targets.bincount().tolist() == [len(part) // 3] * 3  # as many of every class
-    given = {name: images.given(variant) for name, variant in imagenet.VARIANTS.items()}
+    given = {name: images.fit_data(variant) for name, variant in imagenet.VARIANTS.items()}
     for name in ("map", "temperature", "fmgp"):
         assert torch.equal(given[name].data.outputs, held_out.outputs)
         assert given[name].val is None
@@ -149,8 +149,8 @@ def test_what_methods_are_fitted_on(torchvision, data, tmp_path):
     assert sorted(y.tolist()) == sorted(train.targets.tolist())
     assert y.tolist() != sorted(y.tolist())  # classes do not come one after the other
     with torch.no_grad():
-        said = sharp_net(1).eval()(x)
-    torch.testing.assert_close(said.sort(0).values, train.outputs.sort(0).values)
+        logits = sharp_net(1).eval()(x)
+    torch.testing.assert_close(logits.sort(0).values, train.outputs.sort(0).values)
     assert given["mfvi"].num_data == len(train)
     loader, _ = images.test(imagenet.VARIANTS["mfvi"])
     assert torch.equal(torch.cat([y for _, y in loader]), test.targets)
@@ -159,10 +159,10 @@ def test_what_methods_are_fitted_on(torchvision, data, tmp_path):
 def test_a_quick_run_looks_at_images_from_all_over(torchvision, data, tmp_path, monkeypatch):
     monkeypatch.setattr(imagenet, "QUICK_IMAGES", 6)
     images = imagenet.Images("resnet18", quick(data, tmp_path))
-    assert images.said("val").outputs.targets.tolist() == [0, 0, 1, 1, 2, 2]
+    assert images.outputs("val").outputs.targets.tolist() == [0, 0, 1, 1, 2, 2]
     whole = imagenet.Images("resnet18", quick(data, tmp_path, quick=False))
-    monkeypatch.setattr(zero_shot, "readers", lambda: 0)
-    assert len(whole.said("val").outputs) == 30
+    monkeypatch.setattr(variants, "worker_count", lambda: 0)
+    assert len(whole.outputs("val").outputs) == 30
 
 
 def test_larger_networks_are_not_drawn_from(torchvision, data, tmp_path):
@@ -174,8 +174,8 @@ def test_larger_networks_are_not_drawn_from(torchvision, data, tmp_path):
 def test_without_training_images_the_others_are_made(torchvision, data, tmp_path):
     (data / "imagenet" / "train").rename(data / "imagenet" / "elsewhere")
     lines: list[str] = []
-    request = quick(data, tmp_path / "out", cases=("resnet34",), say=lines.append)
-    with pytest.raises(PosthocError, match=r"2 of 5 runs failed.*imagenet/train.*resnet50-files does without"):
+    request = quick(data, tmp_path / "out", cases=("resnet34",), log=lines.append)
+    with pytest.raises(PosthocError, match=r"2 of 5 runs failed.*imagenet/train.*resnet50-files needs no"):
         experiment_named("imagenet").reproduce(request)
     made = [line.split(",")[1].strip() for line in lines if line.startswith("resnet34")]
     assert made == ["map", "temperature", "fmgp"]
@@ -187,18 +187,18 @@ def test_what_is_not_there_or_of_other_classes_is_refused(torchvision, data, tmp
 
     for folder in (None, tmp_path):
         with pytest.raises(FileError, match=r"Expected ImageNet's images in imagenet/val"):
-            images(folder).said("test")
+            images(folder).outputs("test")
     # Folders of fewer classes would be numbered wrongly.
     (data / "imagenet" / "val" / "n02").rename(tmp_path / "n02")
     with pytest.raises(DataError, match=r"Expected 3 folders of classes in .*val, found 2"):
-        images(data).said("test")
+        images(data).outputs("test")
 
     def refuse(name, weights):
         raise URLError("no network")
 
     monkeypatch.setattr(torchvision, "get_model", refuse)
-    with pytest.raises(FileError, match=r"weights of resnet18.*no network.*TORCH_HOME.*resnet50-files does without"):
-        images(data).said("test")
+    with pytest.raises(FileError, match=r"weights of resnet18.*no network.*TORCH_HOME.*resnet50-files needs no"):
+        images(data).outputs("test")
 
 
 def test_outputs_in_files(tmp_path, monkeypatch):

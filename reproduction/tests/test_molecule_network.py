@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
 from dataclasses import replace
 
 import pytest
 import torch
 
 from posthoc import OptionError
-from posthoc.errors import DataError, MissingExtraError, TrainingError
+from posthoc.errors import DataError, TrainingError
 from reproduction.data.molecules import Molecules
 from reproduction.experiments import molecule_network
 from reproduction.experiments.molecule_network import (
@@ -37,7 +36,7 @@ def some(count: int, seed: int = 0) -> Molecules:
 
 @pytest.fixture
 def network() -> MoleculeNetwork:
-    pytest.importorskip("torch_geometric", reason="torch-geometric is not installed (extra qm9)")
+    pytest.importorskip("torch_geometric", reason="torch-geometric is not installed (extra reproduction)")
     torch.manual_seed(0)
     return MoleculeNetwork(width=8, layers=2).double().eval()
 
@@ -128,7 +127,7 @@ def test_what_methods_see_of_it(network):
 def test_it_learns(network):
     told = []
     data, new = some(400), some(200, seed=1)
-    learnt = train_network(data, seed=0, steps=80, batch=40, width=16, layers=1, learning_rate=5e-3, say=told.append)
+    learnt = train_network(data, seed=0, steps=80, batch=40, width=16, layers=1, learning_rate=5e-3, log=told.append)
     assert not learnt.training
     assert len(told) == 10
     assert told[-1].startswith("step 80,")
@@ -154,11 +153,11 @@ def test_a_seed_is_one_network(network):
 
 def test_a_training_of_so_many_seconds(network):
     told = []
-    train_network(some(20), seed=0, seconds=0.3, batch=64, width=8, layers=1, say=told.append)
+    train_network(some(20), seed=0, seconds=0.3, batch=64, width=8, layers=1, log=told.append)
     assert 1 <= len(told) <= 11
     assert ", 0 s: mean absolute error" in told[-1]
     told.clear()
-    train_network(some(20), seed=0, seconds=1e-9, width=8, layers=1, say=told.append)
+    train_network(some(20), seed=0, seconds=1e-9, width=8, layers=1, log=told.append)
     assert [line.split(",")[0] for line in told] == ["step 1"]
 
 
@@ -166,7 +165,7 @@ def test_it_begins_in_the_units_of_the_targets(network):
     batch = precisely(some(8))
     targets = 500 + 10 * batch.targets
     before = network(batch) - network.head[-1].bias
-    spread = molecule_network.start_from(network, targets)
+    spread = molecule_network.scale_last_layer(network, targets)
     assert spread == pytest.approx(float((targets - targets.mean()).square().mean().sqrt()))
     torch.testing.assert_close(network(batch), spread * before + float(targets.mean()), rtol=1e-5, atol=1e-5)
 
@@ -180,7 +179,7 @@ def test_every_row_once_before_any_again():
 
 
 def test_the_learning_rate_rises_and_falls():
-    rates = [molecule_network.scheduled(share / 100) for share in range(101)]
+    rates = [molecule_network.schedule(share / 100) for share in range(101)]
     assert rates.index(max(rates)) == 2
     assert 0 < rates[0] < rates[1]
     assert rates[2:] == sorted(rates[2:], reverse=True)
@@ -211,16 +210,3 @@ def test_data_that_cannot_be_learnt(network):
         train_network(flat, seed=0, steps=1, width=8)
     with pytest.raises(TrainingError, match="lower learning_rate"):
         train_network(some(50), seed=0, steps=40, batch=50, width=8, learning_rate=1e30)
-
-
-def test_without_the_library(monkeypatch):
-    usual = builtins.__import__
-
-    def missing(name, *rest, **more):
-        if name.startswith("torch_geometric"):
-            raise ModuleNotFoundError(name)
-        return usual(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(MissingExtraError, match=r"torch-geometric.*posthoc\[reproduction\]"):
-        MoleculeNetwork()

@@ -16,7 +16,7 @@ from posthoc.cli.demo_data import heteroscedastic, untrained
 from posthoc.errors import FileError, OptionError
 from reproduction.__main__ import reproduce as command
 from reproduction.experiments import EXPERIMENTS, Request, synthetic
-from reproduction.panels import Panel, panel_figure
+from reproduction.figures import band_figure
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_the_papers_points_come_from_a_folder(tmp_path, monkeypatch):
     data = synthetic.load_points(tmp_path, 0)
     x, _ = data.train
     np.testing.assert_allclose(torch.cat(data.train, 1), rows, rtol=1e-6)
-    assert data.judged_by == "the points of the fit"
+    assert data.test_source == "the points of the fit"
     monkeypatch.setenv("POSTHOC_DATA", str(tmp_path))
     assert torch.equal(synthetic.load_points(None, 5).train[0], x)
     monkeypatch.setenv("POSTHOC_DATA", str(tmp_path / "elsewhere"))
@@ -89,11 +89,11 @@ def test_the_six_panels_of_the_paper(name, quick):
 
 def test_panels(tmp_path):
     x = [0.0, 1.0, 2.0]
-    data = (torch.tensor([[0.0], [2.0]]), torch.tensor([[0.0], [1.0]]))
-    panels = [Panel(str(i), x, [0.0, 0.5, 1.0], [-0.1, -5.0, 0.9], [0.1, 5.5, 1.1]) for i in range(2)]
+    band = {"mean": [0.0, 0.5, 1.0], "low": [-0.1, -5.0, 0.9], "high": [0.1, 5.5, 1.1], "points": [[0, 0], [2, 1]]}
+    runs = [{"title": str(i), "curves": {"band": {"x": x, **band}}} for i in range(2)]
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        panel_figure([tmp_path / folder / "f.png", tmp_path / folder / "f.pdf"], panels, data)
+        band_figure(tmp_path / folder / "f", runs)
     for name in ("f.png", "f.pdf"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
