@@ -390,7 +390,10 @@ def test_a_checkpoint_of_other_data_is_refused(which: str, block: str, tmp_path:
 
 @pytest.mark.parametrize(
     ("more", "named"),
-    [(lambda: {"val": classes(12)}, "val: .* now, None there"), (lambda: {"num_data": 99}, "num_data: 99 now, 40")],
+    [
+        (lambda: {"val": classes(12)}, r"val\.features: .* now, None there"),
+        (lambda: {"num_data": 99}, "num_data: 99 now, 40"),
+    ],
 )
 def test_a_checkpoint_without_validation_data_or_of_another_size_is_refused(
     more: Callable[[], dict[str, Any]], named: str, begun: Path
@@ -428,6 +431,15 @@ def test_a_folder_with_files_is_refused_without_resume(tmp_path: Path) -> None:
     assert (other / "notes.txt").read_text() == "mine"
 
 
+def test_a_folder_of_outputs_is_refused_with_resume_too(tmp_path: Path) -> None:
+    save_outputs(classes(), tmp_path / "outputs")
+    before = sorted(os.listdir(tmp_path / "outputs"))
+    for resume in (False, True):
+        with pytest.raises(FileError, match=r"empty checkpoint folder.*found other files"):
+            fit(checkpoint=tmp_path / "outputs", resume=resume)
+    assert [name for name in sorted(os.listdir(tmp_path / "outputs")) if name != ".lock"] == before
+
+
 def truncated(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -451,7 +463,21 @@ def another_version(path: Path) -> None:
     safetensors.torch.save_file(tensors, path, {"posthoc": metadata["posthoc"].replace('"version": 1', '"version": 2')})
 
 
-@pytest.mark.parametrize("damage", [truncated, emptied, another_format, another_origin, another_version])
+def one_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+
+
+def another_step(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'\\"step\\": 3', b'\\"step\\": 4'))
+    assert path.read_bytes() != content
+
+
+@pytest.mark.parametrize(
+    "damage", [truncated, emptied, another_format, another_origin, another_version, one_bit, another_step]
+)
 def test_a_damaged_or_foreign_checkpoint_is_refused(damage: Callable[[Path], None], tmp_path: Path) -> None:
     interrupted(tmp_path, after=5)
     path = tmp_path / "checkpoint.safetensors"

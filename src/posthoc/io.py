@@ -27,6 +27,7 @@ __all__ = [
     "changed",
     "check_config",
     "check_tensors",
+    "contents_sha256",
     "head_sha256",
     "lock",
     "read_head",
@@ -278,8 +279,12 @@ HEAD_PARTS = {
 
 def head_sha256(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
     """The SHA-256 of the tensors of a head and of the rest of its header."""
-    described = {name: value for name, value in header.items() if name in HEAD_PARTS and name != "sha256"}
-    hashed = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    return contents_sha256(tensors, {k: v for k, v in header.items() if k in HEAD_PARTS and k != "sha256"})
+
+
+def contents_sha256(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
+    """The SHA-256 of tensors and of a config."""
+    hashed = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         hashed.update(tensor.detach().cpu().reshape(-1).repeat(1).view(torch.uint8).numpy().tobytes())
