@@ -116,7 +116,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path):
         open_data(str(tmp_path / "none"))
     image_folder(tmp_path / "both", 3)
     (tmp_path / "both" / "loose.png").write_bytes(png(0))
-    with pytest.raises(DataError, match=r"found both \(loose.png and 3 below\)"):
+    with pytest.raises(DataError, match=r"found both \(1 and 3\)"):
         open_data(str(tmp_path / "both"))
     with pytest.raises(OptionError, match="Columns are for tables"):
         open_data(str(tmp_path / "both"), target_column="label")

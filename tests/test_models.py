@@ -171,8 +171,8 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "text.safetensors").write_text("no")
     torch.save([1, 2], tmp_path / "list.pt")
     for name, message in [
-        ("seven.safetensors", r"fc.weight \(7, 4\) instead of \(3, 4\)"),
-        ("other.safetensors", "conv.weight missing.* and 4 more"),
+        ("seven.safetensors", r"size mismatch for fc.weight: .*\[7, 4\]"),
+        ("other.safetensors", r"Missing key.* \"conv.weight\".* Unexpected key.*stem"),
         ("text.safetensors", "Expected tensors by name"),
         ("list.pt", "found list"),
         ("absent.safetensors", "found none at"),

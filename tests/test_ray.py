@@ -70,12 +70,12 @@ def test_an_actor_returns_errors_as_they_are(tmp_path):
     x = raw(ROWS).numpy()
     x[9] = np.nan
     np.savez(tmp_path / "d.npz", inputs=x)
-    actor = Actor(partial(Collecting, Plan(NET, str(tmp_path / "d.npz"), weights="none", trust_code=True)), [])
+    actor = Actor(partial(Collecting, Plan(NET, str(tmp_path / "d.npz"), weights="none", trust_code=True)), ".", [])
     made = actor({"start": np.array([4]), "stop": np.array([8])})["result"][0].value
     assert_close(made, expected(raw(8)[4:]), "outputs", "features")
     made = actor({"start": np.array([8]), "stop": np.array([12])})["result"][0].value
     assert isinstance(made, DataError)
-    made = Actor(partial(Collecting, Plan(NET, "absent.npz")), [])({"start": [0], "stop": [4]})["result"][0].value
+    made = Actor(partial(Collecting, Plan(NET, "absent.npz")), ".", [])({"start": [0], "stop": [4]})["result"][0].value
     assert isinstance(made, FileError)
 
 

@@ -89,7 +89,7 @@ def test_hugging_face_models_that_cannot_be_used_are_refused(hub, monkeypatch):
         open_predictor(f"hf:{hub / 'headless'}")
     with pytest.raises(FileError, match="safetensors"):
         open_predictor(f"hf:{hub / 'unsafe'}")
-    with pytest.raises(FileError, match="Expected a model on the Hugging Face hub or a folder of one"):
+    with pytest.raises(FileError, match="Expected a model of the Hugging Face hub or its folder"):
         open_predictor(f"hf:{hub}")
     with pytest.raises(DataError, match="Expected an image a row for this predictor, got text"):
         outputs(open_predictor(f"hf:{hub / 'vit'}"), ["one"])

@@ -22,7 +22,7 @@ from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import PosthocError, UnavailableError
 from posthoc.fmgp import FMGP
-from posthoc.integrations.transformers import ImageProcessor, quiet, require_all_loaded
+from posthoc.integrations.transformers import ImageProcessor, require_all_loaded
 from posthoc.integrations.transforms import Collate
 from posthoc.methods import MAP, Temperature
 from posthoc.optional import require
@@ -191,13 +191,12 @@ def load_clip(
     source = str(own) if local else MODEL
     safe: dict[str, Any] = {"trust_remote_code": False}
     try:
-        with quiet(transformers.utils.logging):
-            model, loaded = transformers.CLIPModel.from_pretrained(
-                source, use_safetensors=True, output_loading_info=True, **safe
-            )
-            require_all_loaded(source, loaded["missing_keys"])
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **safe)
-            processor = transformers.AutoImageProcessor.from_pretrained(source, **safe)
+        model, loaded = transformers.CLIPModel.from_pretrained(
+            source, use_safetensors=True, output_loading_info=True, **safe
+        )
+        require_all_loaded(source, loaded["missing_keys"])
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **safe)
+        processor = transformers.AutoImageProcessor.from_pretrained(source, **safe)
     except PosthocError:
         raise
     except (OSError, ValueError) as error:

@@ -48,14 +48,12 @@ def open_data(name: str, *, input_columns: Sequence[str] = (), target_column: st
             raise OptionError("Columns are for tables: a folder of images has its classes as sub-folders.")
         return ImageFolder(path)
     if not path.exists():
-        raise FileError(f"Expected data, found nothing at {path}. A Hugging Face data set is written hf:NAME:SPLIT.")
+        raise FileError(f"Expected data, found nothing at {path}. For a Hugging Face data set write hf:NAME:SPLIT.")
     if path.suffix == ".npz":
         return ArrayRows(path, input_columns, target_column)
     if path.suffix in TABLES:
         return open_table(path, input_columns, target_column)
-    raise OptionError(
-        f"Expected a folder of images, a table ({', '.join(TABLES)}), an .npz file or hf:NAME:SPLIT, got {name!r}."
-    )
+    raise OptionError(f"Expected a folder of images, .npz, {', '.join(TABLES)} or hf:NAME:SPLIT, got {name!r}.")
 
 
 class Columns(NamedTuple):
@@ -91,10 +89,8 @@ def read_image(content: bytes | str | os.PathLike[str], name: str) -> Any:
             return image.convert("RGB")
     # Pillow's errors have no common base: a damaged file fails as the reader of its format does.
     except (OSError, ValueError, SyntaxError, EOFError, library.DecompressionBombError) as error:
-        raise DataError(
-            f"Expected an image that can be read, found that {name} cannot be ({error}). Repair or remove it, and "
-            "collect again with --force."
-        ) from error
+        reason = f"found that {name} cannot be ({error}): repair or remove it, and collect again with --force."
+        raise DataError(f"Expected an image that can be read, {reason}") from error
 
 
 class ImageFolder:
@@ -115,10 +111,8 @@ class ImageFolder:
             raise DataError(f"Expected images ({', '.join(IMAGES)}) in {folder} or in its sub-folders, found none.")
         loose = [name for name, _ in files if "/" not in name]
         if loose and len(loose) < len(files):
-            raise DataError(
-                f"Expected images either in {folder} itself or in one sub-folder a class, found both ({loose[0]} and "
-                f"{len(files) - len(loose)} below): move one or the other."
-            )
+            counts = f"{len(loose)} and {len(files) - len(loose)}"
+            raise DataError(f"Expected images in {folder} or in its sub-folders, found both ({counts}): move some.")
         self.labels = {name: number for number, name in enumerate(classes)} if not loose else {}
         # Bytes in one array: every worker process would copy a list of strings.
         self.names = np.array([os.fsencode(name) for name, _ in files])
@@ -151,20 +145,16 @@ class ArrayRows:
                     raise DataError(f"Expected one array of inputs in an .npz file, got {', '.join(columns.inputs)}.")
                 self.inputs = file[columns.inputs[0]]
                 self.targets = file[columns.target] if columns.target is not None else None
-        except PosthocError:
-            raise
         except (zipfile.BadZipFile, ValueError, EOFError, OSError, KeyError) as error:
+            if isinstance(error, PosthocError):
+                raise
             raise FileError(f"Expected arrays of numbers in {path}, found what cannot be read ({error}).") from error
         for name, array in (("inputs", self.inputs), ("targets", self.targets)):
             if array is not None and (array.dtype.kind not in "fiub" or not array.ndim or not len(array)):
-                raise DataError(
-                    f"Expected {name} of numbers with at least one row in {path}, got {array.dtype} of shape "
-                    f"{array.shape}."
-                )
+                raise DataError(f"Expected at least one row of numbers as {name} in {path}, got {array.dtype}.")
         if self.targets is not None and len(self.targets) != len(self.inputs):
-            raise DataError(
-                f"Expected as many targets as inputs in {path}, found {len(self.targets)} and {len(self.inputs)}."
-            )
+            rows = f"{len(self.targets)} and {len(self.inputs)}"
+            raise DataError(f"Expected as many targets as inputs in {path}, found {rows}.")
         if self.inputs.ndim == 1:
             self.inputs = self.inputs[:, None]
         self.identity = {"kind": "npz", "rows": len(self), "digest": file_digest(path), "columns": columns._asdict()}
@@ -263,19 +253,12 @@ def open_hub(name: str, inputs: Sequence[str], target: str | None) -> TableRows 
 
 @contextmanager
 def translated_errors(expected: str, library: Any) -> Iterator[None]:
-    """Raise what `datasets` cannot read as a `FileError`, and show none of its bars and messages."""
-    verbosity, bars = library.logging.get_verbosity(), library.utils.is_progress_bar_enabled()
-    library.logging.set_verbosity(library.logging.CRITICAL)
-    library.disable_progress_bars()
+    """Raise what `datasets` cannot read as a `FileError`."""
     try:
         yield
     except (OSError, ValueError, library.exceptions.DatasetsError) as error:
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise FileError(f"Expected {expected}, found what cannot be read: {reason}") from error
-    finally:
-        library.logging.set_verbosity(verbosity)
-        if bars:
-            library.enable_progress_bars()
 
 
 def choose_split(splits: Any, split: str | None, path: str) -> Any:
@@ -340,10 +323,8 @@ def to_numbers(value: Any, feature: Any, name: str, place: str) -> np.ndarray[An
     except TypeError:
         array = np.asarray(value)
     if array.dtype.kind not in "fiub":
-        raise DataError(
-            f"Expected numbers in column {name!r} of {place}, got {array.dtype}. Classes are numbered from 0: turn "
-            "their names into numbers first."
-        )
+        advice = "Turn the names of classes into numbers from 0 first."
+        raise DataError(f"Expected numbers in column {name!r} of {place}, got {array.dtype}. {advice}")
     return array
 
 

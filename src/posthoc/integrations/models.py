@@ -81,10 +81,8 @@ def open_predictor(
         backbone = open_import(name, layer, weights, device, trust_code)
         identity = {"predictor": name}
     else:
-        raise OptionError(
-            "Expected a predictor such as torchvision:resnet50, timm:NAME, hf:NAME, package.module:function or a file "
-            f"({', '.join(PROGRAMS)}), got {name!r}."
-        )
+        known = f"timm:NAME, hf:NAME, package.module:function or a file ({', '.join(PROGRAMS)})"
+        raise OptionError(f"Expected a predictor such as torchvision:resnet50, {known}, got {name!r}.")
     chosen = open_transform(transform, own, trust_code)
     taken = f"input of {backbone.layer}" if layer is None and backbone.layer is not None else layer
     if "network" not in identity:
@@ -173,10 +171,7 @@ LIBRARIES: dict[str, Callable[[str, str | None], tuple[nn.Module, Transform]]] =
 def require_trust(what: str, trusted: bool) -> None:
     """Refuse to run code that the user has not declared trusted."""
     if not trusted:
-        raise OptionError(
-            f"{what} runs code of its own, which could do anything. If you trust where it comes from, add --trust-code "
-            "(trust_code=True in Python)."
-        )
+        raise OptionError(f"{what} runs code of its own, which could do anything: add --trust-code if you trust it.")
 
 
 @contextmanager
@@ -199,17 +194,13 @@ def import_object(string: str, *, trust_code: bool) -> Any:
         with importing_from_here():
             module = import_module(module_name)
     except ImportError as error:
-        raise OptionError(
-            f"Expected an import string such as package.module:name, got {string!r}, which cannot be imported "
-            f"({error}). The current folder and the installed packages were searched."
-        ) from error
+        reason = f"which cannot be imported from here or from the installed packages: {error}"
+        raise OptionError(f"Expected package.module:name, got {string!r}, {reason}") from error
     try:
         return reduce(getattr, name.split("."), module)
     except AttributeError as error:
-        public = [key for key in vars(module) if not key.startswith("_")]
-        raise OptionError(
-            f"Expected a name in module {module_name!r}, got {name!r}. It has: {', '.join(public[:20]) or 'none'}."
-        ) from error
+        public = ", ".join([key for key in vars(module) if not key.startswith("_")][:20])
+        raise OptionError(f"Expected a name of {module_name!r}, got {name!r}. It has: {public}.") from error
 
 
 def open_import(
@@ -220,9 +211,7 @@ def open_import(
     with importing_from_here():
         model = found() if callable(found) and not isinstance(found, nn.Module) else found
     if not callable(model):
-        raise OptionError(
-            f"Expected {name!r} to be a function that returns a network (or any callable), got {type(model).__name__}."
-        )
+        raise OptionError(f"Expected {name!r} to return a network (or any callable), got {type(model).__name__}.")
     path = weights_file(weights)
     if path is None and weights not in (None, "none"):
         raise OptionError(f'Expected a file of weights for {name!r}, or "none", got the name {weights!r}.')
@@ -276,10 +265,8 @@ def open_program(
     try:
         program = torch.jit.load(path, map_location=device)
     except RuntimeError as error:
-        raise FileError(
-            f"Expected a TorchScript program, found something else in {path}. A file of weights goes with the network "
-            "it is for: posthoc collect package.module:network ... --weights FILE."
-        ) from error
+        advice = "For a file of weights: posthoc collect package.module:network ... --weights FILE."
+        raise FileError(f"Expected a TorchScript program, found something else in {path}. {advice}") from error
     return Backbone(NamedOutputs(program, layer), own_layer, device), [path]
 
 
@@ -290,9 +277,7 @@ def load_exported(path: Path, device: torch.device) -> nn.Module:
         try:
             program = torch.export.load(path)
         except Exception as error:  # other files fail in many ways
-            raise FileError(
-                f"Expected a program written by torch.export.save, found something else in {path}."
-            ) from error
+            raise FileError(f"Expected a file of torch.export.save, found something else in {path}.") from error
         if device.type != "cpu":
             from torch.export.passes import move_to_device_pass
 
@@ -325,8 +310,8 @@ class NamedOutputs(nn.Module):
         if self.features is not None:
             if self.features not in values:
                 raise LayerError(
-                    f"Expected the name of something that the compiled network returns, got {self.features!r}. It "
-                    f"returns: {', '.join(values)}. To have features, compile it so that it returns them too."
+                    f"Expected as layer a value that the compiled network returns, got {self.features!r}. It returns: "
+                    f"{', '.join(values)}. To have features, compile it so that it returns them too."
                 )
             self.layer(values[self.features])
         outputs = [value for name, value in values.items() if name != self.features]
@@ -367,17 +352,3 @@ class Plan:
         )
         identity = {**predictor.identity, "data": data.identity, "inputs": self.inputs}
         return replace(predictor, identity=identity), data
-
-    def with_absolute_paths(self) -> Plan:
-        """The same for a process in another folder."""
-        weights = absolute(self.weights) if self.weights is not None else None
-        return replace(self, predictor=absolute(self.predictor), data=absolute(self.data), weights=weights)
-
-
-def absolute(name: str) -> str:
-    """A name with the path in it, if there is one, made absolute."""
-    scheme, _, rest = name.partition(":")
-    if scheme == "hf":
-        path, colon, split = rest.partition(":")
-        return f"hf:{absolute(path)}{colon}{split}"
-    return os.path.abspath(name) if os.path.exists(name) else name

@@ -17,16 +17,6 @@ __all__ = ["OnnxGraph", "onnx_files"]
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
-DTYPES = {
-    "tensor(float)": np.float32,
-    "tensor(double)": np.float64,
-    "tensor(float16)": np.float16,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-    "tensor(uint8)": np.uint8,
-    "tensor(bool)": np.bool_,
-}
-
 
 def onnx_files(path: Path) -> list[Path]:
     """The file of the graph, and the files beside it that large weights are stored in."""
@@ -50,15 +40,13 @@ class OnnxGraph:
             self.session = runtime.InferenceSession(str(path), providers=providers)
         except Exception as error:  # ONNX Runtime's errors have no common base
             reason = " ".join(str(error).split())
-            raise FileError(
-                f"Expected an ONNX graph that can be run, found one in {path} that cannot: {reason}"
-            ) from error
+            raise FileError(f"Expected an ONNX graph, found that {path} cannot be run: {reason}") from error
         self.inputs = {i.name: i for i in self.session.get_inputs()}
         outputs = [output.name for output in self.session.get_outputs()]
         if layer is not None and layer not in outputs[1:]:
             raise LayerError(
-                f"Expected the name of another output of the graph as layer, got {layer!r}. The outputs are: "
-                f"{', '.join(outputs)}; the first is the prediction. Export the graph with its features as an output."
+                f"Expected another output of the graph as layer, got {layer!r}. The outputs are: {', '.join(outputs)}; "
+                "the first is the prediction. Export the graph with its features as an output."
             )
         self.outputs = [outputs[0], *([layer] if layer is not None else [])]
         sizes = {i.shape[0] for i in self.inputs.values() if i.shape and isinstance(i.shape[0], int)}
@@ -75,12 +63,15 @@ class OnnxGraph:
         given = {**dict(zip(self.inputs, args, strict=False)), **kwargs}
         if len(args) > len(self.inputs) or given.keys() != self.inputs.keys():
             raise DataError(
-                f"Expected the graph's inputs {', '.join(self.inputs)}, got {len(args)} without and "
-                f"{', '.join(kwargs) or 'none'} with a name: a graph of several inputs needs a --transform that "
-                "returns them by name."
+                f"Expected the graph's inputs {', '.join(self.inputs)}, got {len(args)} without a name and "
+                f"{list(kwargs)}: a graph of several inputs needs a --transform that returns them by name."
             )
-        types = {name: DTYPES.get(i.type) for name, i in self.inputs.items()}
-        return {name: np.asarray(value.cpu(), types[name]) for name, value in given.items()}
+        types = {name: i.type.removeprefix("tensor(").removesuffix(")") for name, i in self.inputs.items()}
+        # ONNX's float is NumPy's float32; its other names of numbers are NumPy's.
+        return {
+            name: np.asarray(value.cpu(), "float32" if types[name] == "float" else types[name])
+            for name, value in given.items()
+        }
 
     def _run(self, feeds: Arrays, size: int) -> dict[str, Tensor]:
         short = size - len(next(iter(feeds.values())))

@@ -29,6 +29,8 @@ from posthoc.validation import integer
 
 __all__ = ["collect_with_ray", "predict_with_ray"]
 
+StrPath = str | os.PathLike[str]
+
 MAX_TASKS = 1000
 """Batches are handed out in at most this many tasks."""
 
@@ -52,21 +54,18 @@ def collect_with_ray(
     predictor, data = replace(plan, device="cpu").open()  # only the identity is needed here
     total = row_count(data)
     if total is None:
-        raise OptionError(
-            "Expected data whose rows can be read by number, which --engine ray needs, got a stream: save it with "
-            "save_to_disk first, or use --engine local."
-        )
+        raise OptionError("--engine ray needs rows that can be read by number, got a stream: use --engine local.")
 
     def parts(start: int) -> Generator[Outputs]:
-        make = partial(Collecting, plan.with_absolute_paths())
-        yield from in_order(make, list(spans(start, total, batch_size)), actors, use_gpus=plan.device != "cpu")
+        wanted = list(spans(start, total, batch_size))
+        yield from in_order(partial(Collecting, plan), wanted, actors, use_gpus=plan.device != "cpu")
 
     return write_to_folder(parts, folder, identity=predictor.identity, total=total, force=force, progress=progress)
 
 
 def predict_with_ray(
-    head: str | os.PathLike[str],
-    outputs: str | os.PathLike[str],
+    head: StrPath,
+    outputs: StrPath,
     *,
     columns: Mapping[str, str | list[str]] | None = None,
     rows: int = 4096,
@@ -77,7 +76,6 @@ def predict_with_ray(
     Every machine must see both paths; `columns` are those of a table.
     """
     integer("rows", rows, 1)
-    head, outputs = os.path.abspath(head), os.path.abspath(outputs)
     wanted = list(spans(0, len(open_outputs(outputs, columns=columns)), rows))
     yield from in_order(partial(Predicting, head, outputs, columns), wanted, actors)
 
@@ -99,7 +97,7 @@ class Collecting:
 class Predicting:
     """Predicts for some rows of the outputs."""
 
-    def __init__(self, head: str, outputs: str, columns: Mapping[str, str | list[str]] | None) -> None:
+    def __init__(self, head: StrPath, outputs: StrPath, columns: Mapping[str, str | list[str]] | None) -> None:
         self.method = methods.load(head, device="cuda" if torch.cuda.is_available() else None)
         self.outputs = open_outputs(outputs, columns=columns)
 
@@ -115,10 +113,11 @@ class Result(NamedTuple):
 
 class Actor:
     """The class that Ray Data calls with a span. It returns errors of ours, since Ray changes those that are raised,
-    and searches imports where the driver does."""
+    and works in the driver's folder, with the driver's path of imports."""
 
-    def __init__(self, make: Callable[[], Callable[[Span], Any]], path: list[str]) -> None:
-        sys.path += [folder for folder in path if folder not in sys.path]
+    def __init__(self, make: Callable[[], Callable[[Span], Any]], folder: str, path: list[str]) -> None:
+        os.chdir(folder)
+        sys.path += [entry for entry in (folder, *path) if entry not in sys.path]
         self.make = make
         self.work: Callable[[Span], Any] | None = None
 
@@ -148,7 +147,7 @@ def in_order(
         rows = [{"start": start, "stop": stop} for start, stop in wanted]
         work = data.from_items(rows, override_num_blocks=min(len(rows), MAX_TASKS)).map_batches(
             Actor,
-            fn_constructor_args=(make, [os.getcwd(), *sys.path]),
+            fn_constructor_args=(make, os.getcwd(), sys.path),
             batch_size=1,
             compute=data.ActorPoolStrategy(size=min(size, len(rows))),
             num_gpus=1 if gpus else 0,

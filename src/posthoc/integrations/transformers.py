@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +17,7 @@ from posthoc.integrations.transforms import Transform, require_kind
 from posthoc.integrations.weights import load_weights, weights_file
 from posthoc.optional import require
 
-__all__ = ["ImageProcessor", "load_transformers", "quiet", "require_all_loaded"]
+__all__ = ["ImageProcessor", "load_transformers", "require_all_loaded"]
 
 IMAGES, TEXTS = "ImageClassification", "SequenceClassification"
 """The tasks, as in the names of transformers' classes."""
@@ -34,40 +31,24 @@ def load_transformers(name: str, weights: str | None) -> tuple[nn.Module, Transf
     if path is None and weights not in (None, "DEFAULT"):
         source["revision"] = weights
     try:
-        with quiet(transformers.utils.logging):
-            config = transformers.AutoConfig.from_pretrained(name, **source)
-            task = task_of(config, name)
-            family = getattr(transformers, f"AutoModelFor{task}")
-            if path is not None:
-                model = family.from_config(config, trust_remote_code=False)
-                load_weights(model, path)
-            else:
-                model, loaded = family.from_pretrained(name, use_safetensors=True, output_loading_info=True, **source)
-                require_all_loaded(name, loaded["missing_keys"])
-            if task == IMAGES:
-                return model, ImageProcessor(transformers.AutoImageProcessor.from_pretrained(name, **source))
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
-            return model, Tokens(tokenizer, getattr(config, "max_position_embeddings", None))
+        config = transformers.AutoConfig.from_pretrained(name, **source)
+        task = task_of(config, name)
+        family = getattr(transformers, f"AutoModelFor{task}")
+        if path is not None:
+            model = family.from_config(config, trust_remote_code=False)
+            load_weights(model, path)
+        else:
+            model, loaded = family.from_pretrained(name, use_safetensors=True, output_loading_info=True, **source)
+            require_all_loaded(name, loaded["missing_keys"])
+        if task == IMAGES:
+            return model, ImageProcessor(transformers.AutoImageProcessor.from_pretrained(name, **source))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
+        return model, Tokens(tokenizer, getattr(config, "max_position_embeddings", None))
     except PosthocError:
         raise
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise FileError(
-            f"Expected a model on the Hugging Face hub or a folder of one, got {name!r}: {reason}"
-        ) from error
-
-
-@contextmanager
-def quiet(logging: Any) -> Iterator[None]:
-    """Hide the bars of downloads where there is no terminal."""
-    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
-        yield
-        return
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()
+        raise FileError(f"Expected a model of the Hugging Face hub or its folder, got {name!r}: {reason}") from error
 
 
 def task_of(config: Any, name: str) -> str:
@@ -75,19 +56,14 @@ def task_of(config: Any, name: str) -> str:
     for task in (IMAGES, TEXTS):
         if any(architecture.endswith(f"For{task}") for architecture in config.architectures or ()):
             return task
-    raise OptionError(
-        f"Expected a model for image classification or sequence classification, got {name!r}, which is "
-        f"{', '.join(config.architectures or ['of no known architecture'])}."
-    )
+    raise OptionError(f"Expected a model for {IMAGES} or {TEXTS}, got {name!r}, which is {config.architectures}.")
 
 
 def require_all_loaded(name: str, missing: Any) -> None:
     """Refuse a network of which a part, often the classifier, would be random."""
     if missing:
-        raise FileError(
-            f"Expected all weights of {name!r} in its files, found none for {', '.join(sorted(missing)[:5])}: it was "
-            "not trained for this task; train it first, or give its weights with --weights."
-        )
+        advice = "it was not trained for this task; train it first, or give its weights with --weights."
+        raise FileError(f"Expected all weights of {name!r}, found none for {', '.join(sorted(missing)[:5])}: {advice}")
 
 
 @dataclass(frozen=True)
@@ -121,10 +97,7 @@ class Tokens:
 
     def __post_init__(self) -> None:
         if self.tokenizer.pad_token is None:
-            raise OptionError(
-                "Expected a tokenizer with a padding token, which batches need, got one without: set its pad_token "
-                "and the model's pad_token_id, and save both again."
-            )
+            raise OptionError("Expected a tokenizer with a padding token: set pad_token and the model's pad_token_id.")
 
     @property
     def description(self) -> str:

@@ -90,10 +90,8 @@ class Each:
 def require_kind(inputs: list[Any], kind: str | None) -> None:
     """Raise a `DataError` unless the inputs are of this kind."""
     if kind is not None and (found := kind_of(inputs[0])) != kind:
-        raise DataError(
-            f"Expected {kind} a row for this predictor, got {found}: name another column with --input-column, or a "
-            "transform of your own with --transform."
-        )
+        advice = "name another column with --input-column, or a transform with --transform."
+        raise DataError(f"Expected {kind} a row for this predictor, got {found}: {advice}")
 
 
 def kind_of(value: Any) -> str:

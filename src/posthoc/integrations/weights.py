@@ -47,13 +47,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise FileError(
-            f"Expected tensors by name in {path}, found what is not, or not only, that. Save model.state_dict() alone, "
-            "with safetensors.torch.save_file or torch.save; a whole pickled model is not loaded, since it could run "
-            "code."
+            f"Expected tensors by name in {path}, found something else: save model.state_dict() alone, by safetensors "
+            "or torch.save. A whole pickled model is not loaded, since it could run code."
         ) from error
-    for wrapper in WRAPPERS:
-        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
-            content = content[wrapper]
+    for name in WRAPPERS:
+        content = content[name] if isinstance(content, Mapping) and isinstance(content.get(name), Mapping) else content
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
         raise FileError(f"Expected tensors by name in {path}, found {type(content).__name__}: save model.state_dict().")
     return {name.removeprefix("module."): tensor for name, tensor in content.items()}  # DataParallel adds the prefix
@@ -61,21 +59,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def load_weights(model: nn.Module, path: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Load all weights of a file (already read, if given) into a network, which must have exactly those."""
-    weights = read_weights(path) if weights is None else weights
-    own = model.state_dict()
-    wrong = [
-        *(f"{name} missing" for name in own if name not in weights),
-        *(f"{name} unknown" for name in weights if name not in own),
-        *(
-            f"{name} {tuple(weights[name].shape)} instead of {tuple(tensor.shape)}"
-            for name, tensor in own.items()
-            if name in weights and weights[name].shape != tensor.shape
-        ),
-    ]
-    if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise FileError(f"Expected weights for this network in {path}, found others: {', '.join(wrong[:5])}{more}.")
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(read_weights(path) if weights is None else weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise FileError(f"Expected weights for this network in {path}, found others: {reason:.500}") from error
 
 
 def sized_for(path: Path, build: Callable[..., nn.Module]) -> nn.Module:
