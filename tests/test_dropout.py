@@ -16,7 +16,7 @@ from posthoc import MAP, Categorical, FileError, Gaussian, OptionError, load
 from posthoc.io import read_head, write_head
 from posthoc.likelihoods.base import Likelihood
 from posthoc.methods import Dropout
-from posthoc.methods.weights.sampling import likeliest_noise, set_noise
+from posthoc.methods.weights.sampling import likeliest_noise
 from tests.cases import WIDTH, Noisy, answers, in_eval, inputs, labels, same, values
 
 S, N, C = 7, 5, 3
@@ -166,7 +166,7 @@ def test_noise_is_never_gone():
 def test_noise_is_given_in_the_users_units(form):
     likelihood = Gaussian(form)
     likelihood.initialize(torch.zeros(2, 2, dtype=torch.float64), torch.tensor([[10.0, 1.0], [10.0, 1.0]]))
-    set_noise(likelihood, torch.tensor([200.0, 1.0], dtype=torch.float64))
+    likelihood.set_noise(torch.tensor([200.0, 1.0], dtype=torch.float64))
     expected = [150.0, 1.5] if form == "shared" else [200.0, 1.0]
     assert (likelihood.noise * likelihood.scale.square()).tolist() == pytest.approx(expected, rel=1e-12)
 
@@ -322,7 +322,7 @@ def test_refuses_what_it_cannot_do(tmp_path):
     method.save(tmp_path / "head")
     with pytest.raises(OptionError, match="got samples"):
         Dropout.load(tmp_path / "head", model=model, samples=3)
-    with pytest.raises(OptionError, match="give it"):
+    with pytest.raises(OptionError, match="needs the network itself"):
         load(tmp_path / "head")
     with pytest.raises(FileError, match="found another"):
         load(tmp_path / "head", model=nn.Sequential(nn.Dropout(), nn.Linear(3, 2)))

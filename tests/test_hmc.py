@@ -64,7 +64,7 @@ def test_the_energy_is_minus_the_log_density():
         answer=lambda w, labelled: labelled.batch.args[0] @ w[:, None],
         batches=[LabelledBatch(Batch((x,), {}, None), y)],
         likelihood=likelihood,
-        prior_std=0.3,
+        prior_precision=1 / 0.3**2,
         bound=noise_bound(likelihood, y),
         weight=1.0,
     )
@@ -86,12 +86,12 @@ def test_the_energy_is_minus_the_log_density():
 def test_linear_regression_is_the_closed_form():
     x, y = line()
     network = linear()
-    method = HMC(network, "regression", samples=250, warmup=60, chains=2, prior_std=0.8, max_tree_depth=4)
+    method = HMC(network, "regression", samples=250, warmup=60, chains=2, prior_precision=1 / 0.8**2, max_tree_depth=4)
     method.fit((x, y))
     with torch.no_grad():
         error = float((network(x) - y).square().mean())
     exact = Conjugate(x, y, 0.8, UNIFORM_UP_TO * max(float(y.var(unbiased=False)), error))
-    draws, noise = method.weights, method.noise
+    draws, noise = method._fitted.weights, method._fitted.noise
     assert draws is not None
     assert noise is not None
     assert draws.shape == (500, 2)
@@ -118,7 +118,9 @@ def test_classification_is_the_sum_over_a_grid():
     g = torch.Generator().manual_seed(3)
     x = torch.randn(15, 1, generator=g, dtype=D)
     y = (x[:, 0] + 0.5 * torch.randn(15, generator=g, dtype=D) > 0).long()
-    method = HMC(linear(2, width=1), "classification", samples=250, warmup=60, prior_std=1.5, max_tree_depth=4)
+    method = HMC(
+        linear(2, width=1), "classification", samples=250, warmup=60, prior_precision=1 / 1.5**2, max_tree_depth=4
+    )
     method.fit((x, y))
     axis = torch.linspace(-8.0, 8.0, 161, dtype=D)
     a, b = torch.meshgrid(axis, axis, indexing="ij")
@@ -128,7 +130,7 @@ def test_classification_is_the_sum_over_a_grid():
     p = (log_p - 0.5 * (weights / 1.5).square().sum(-1)).softmax(0)
     mean = p @ weights
     std = (p @ (weights - mean).square()).sqrt()
-    draws, ess = method.weights, method.diagnostics["ess"]
+    draws, ess = method._fitted.weights, method.diagnostics["ess"]
     assert draws is not None
     assert ess > 150
     assert ((draws.mean(0) - mean) / std).abs().max() < 4.0 / math.sqrt(ess)
@@ -162,7 +164,7 @@ def test_chains_that_do_not_agree_are_doubted():
 def test_loaders_and_arrays_have_the_same_posterior():
     x, y = line()
     loader = DataLoader(TensorDataset(x, y), batch_size=7)
-    whole, parts = (HMC(linear(), "regression", **QUICK).fit(data).weights for data in ((x, y), loader))
+    whole, parts = (HMC(linear(), "regression", **QUICK).fit(data)._fitted.weights for data in ((x, y), loader))
     assert whole is not None
     assert parts is not None
     torch.testing.assert_close(whole, parts)
@@ -170,8 +172,8 @@ def test_loaders_and_arrays_have_the_same_posterior():
 
 def test_num_data_counts_points_more_than_once():
     x, y = line()
-    once = HMC(linear(), "regression", **QUICK).fit((torch.cat([x, x]), torch.cat([y, y]))).weights
-    twice = HMC(linear(), "regression", **QUICK).fit((x, y), num_data=50).weights
+    once = HMC(linear(), "regression", **QUICK).fit((torch.cat([x, x]), torch.cat([y, y])))._fitted.weights
+    twice = HMC(linear(), "regression", **QUICK).fit((x, y), num_data=50)._fitted.weights
     assert once is not None
     assert twice is not None
     torch.testing.assert_close(once, twice)
@@ -182,14 +184,14 @@ def test_frozen_weights_stay(tmp_path):
     for parameter in model[0].parameters():
         parameter.requires_grad_(False)
     method = HMC(model, Gaussian("per_output"), **QUICK).fit((x, y))
-    assert method.names == ["2.weight", "2.bias"]
-    assert method.weights is not None
-    assert method.noise is not None
-    assert method.weights.shape == (10, 14)
-    assert method.noise.shape == (10, 2)
+    assert method._fitted.names == ["2.weight", "2.bias"]
+    assert method._fitted.weights is not None
+    assert method._fitted.noise is not None
+    assert method._fitted.weights.shape == (10, 14)
+    assert method._fitted.noise.shape == (10, 2)
     with torch.no_grad():
         hidden = model[:-1](x)
-        expected = torch.stack([hidden @ w[:12].view(2, 6).mT + w[12:] for w in method.weights]).mean(0)
+        expected = torch.stack([hidden @ w[:12].view(2, 6).mT + w[12:] for w in method._fitted.weights]).mean(0)
     pred = method.predict(x)
     torch.testing.assert_close(pred.latent.mean, expected)
     # What was frozen then need not be frozen now.
@@ -219,9 +221,9 @@ def test_a_network_with_buffers_is_left_alone():
 def test_a_fixed_temperature_is_used():
     x, y = inputs(), labels()
     cold, warm = (HMC(mlp(3), Categorical(temperature=t), **QUICK).fit((x, y)) for t in (1.0, 5.0))
-    assert cold.weights is not None
-    assert warm.weights is not None
-    assert not torch.equal(cold.weights, warm.weights)
+    assert cold._fitted.weights is not None
+    assert warm._fitted.weights is not None
+    assert not torch.equal(cold._fitted.weights, warm._fitted.weights)
     assert float(warm.predict(x).temperature) == pytest.approx(5.0)
 
 
@@ -229,13 +231,13 @@ def test_bad_input(monkeypatch, tmp_path):
     x, y = line()
     with pytest.raises(OptionError, match="samples"):
         HMC(linear(), "regression", samples=3)
-    with pytest.raises(OptionError, match="prior_std"):
-        HMC(linear(), "regression", prior_std=0.0)
+    with pytest.raises(OptionError, match="prior_precision"):
+        HMC(linear(), "regression", prior_precision=0.0)
     with pytest.raises(OptionError, match="checkpoint"):
         HMC(linear(), "regression").fit((x, y), checkpoint=tmp_path / "c")
     big = nn.Linear(2, 300_000, bias=False)
     with pytest.raises(OptionError, match=r"hours.*600,000 weights, 25 points.*fmgp, laplace or mfvi") as caught:
-        HMC(big, "classification", samples=1000, chains=4).fit((x.float(), torch.zeros(25, dtype=torch.long)))
+        HMC(big, "classification", samples=1000, chains=4).fit((x.float(), torch.arange(25) % 2))
     assert "GB" in str(caught.value)
     with pytest.raises(DataError, match="targets"):
         HMC(linear(), "regression", **QUICK).fit(x)

@@ -186,7 +186,8 @@ def test_num_data_says_how_much_the_prior_counts():
 def test_predictions_are_averages_over_draws_of_all_noisy_weights():
     network, x = nn.Sequential(nn.Linear(3, 2)), inputs()
     method = MFVI(network, "regression", samples=3000, steps=3).fit((x, values(len(x), 2)))
-    method.log_std = {name: torch.full_like(value, -1.0) for name, value in method.log_std.items()}
+    for value in method.log_std.values():
+        value.fill_(-1.0)
     pred = method.predict(x, covariance=True)
     std = {name: value.exp() for name, value in method.log_std.items()}
     expected = torch.stack([covariance_of(network, row, std) for row in x])
@@ -255,7 +256,8 @@ def test_batchnorm_and_dropout_are_left_alone():
     network = Noisy(2)
     method = MFVI(network, "regression", **QUICK, means="moved").fit((inputs(), values(30, 2)))
     assert set(method.log_std) == {"body.0.weight", "body.0.bias", "last.weight", "last.bias"} == set(method.mean)
-    method.log_std = {name: torch.full_like(value, -30.0) for name, value in method.log_std.items()}
+    for value in method.log_std.values():
+        value.fill_(-30.0)
     moved = copy.deepcopy(network).eval()
     moved.load_state_dict({**network.state_dict(), **method.mean})
     with torch.no_grad():
@@ -297,7 +299,8 @@ def test_weights_that_others_read_stay_at_their_means():
     linears = {f"block.linear{i}.{part}" for i in (1, 2) for part in ("weight", "bias")}
     assert set(method.log_std) == {*linears, "tied.bias"}
     # In eval mode without gradients a fast path reads the weights itself: it must read the drawn ones.
-    method.log_std = {name: torch.zeros_like(value) for name, value in method.log_std.items()}
+    for value in method.log_std.values():
+        value.fill_(0.0)
     assert (method.predict(tokens).latent.variance > 0.01).all()
 
 
@@ -366,12 +369,12 @@ def test_a_fit_that_fails_leaves_everything_as_it_was(means, error):
     ("options", "match"),
     [
         ({"means": "free"}, "means"),
-        ({"prior_precision": 0.0}, "prior_precision to be a positive number, got 0.0"),
-        ({"initial_std": "small"}, "initial_std to be a positive number, got 'small'"),
+        ({"prior_precision": 0.0}, "prior_precision to be a number above 0, got 0.0"),
+        ({"initial_std": "small"}, "initial_std to be a number above 0, got 'small'"),
         ({"samples": 1}, "samples"),
-        ({"kl_weight": 0}, "kl_weight to be a positive number, got 0"),
-        ({"momentum": 0.9}, "Unknown option momentum"),
-        ({"lr": -1.0}, "positive learning rate"),
+        ({"kl_weight": 0}, "kl_weight to be a number above 0, got 0"),
+        ({"momentum": 0.9}, "Unknown option 'momentum'"),
+        ({"lr": -1.0}, "lr to be a number above 0"),
     ],
 )
 def test_bad_options(options, match):

@@ -319,10 +319,10 @@ def test_a_network_without_a_linear_layer_is_refused():
     [
         ({"prediction": "exact"}, "prediction"),
         ({"num_features": 0}, "num_features"),
-        ({"norm_bound": -1}, "norm_bound to be a positive number, got -1"),
-        ({"lengthscale": math.nan}, "lengthscale to be a positive number"),
-        ({"prior_precision": True}, "prior_precision to be a positive number, got True"),
-        ({"ridge": 1.0}, "Unknown option ridge"),
+        ({"norm_bound": -1}, "norm_bound to be a number above 0, got -1"),
+        ({"lengthscale": math.nan}, "lengthscale to be a number above 0"),
+        ({"prior_precision": True}, "prior_precision to be a number above 0, got True"),
+        ({"ridge": 1.0}, "Unknown option 'ridge'"),
     ],
 )
 def test_bad_options(options, match):

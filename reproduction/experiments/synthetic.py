@@ -37,7 +37,7 @@ STEPS, QUICK_STEPS = 1500, 20
 
 VARIANTS = {
     # Over all weights: the variance of the last layer alone hardly grows in the gaps.
-    "lla": Variant("LLA", LaplaceTorch, {"subset": "all", "hessian": "full"}),
+    "lla": Variant("LLA", LaplaceTorch, {"curvature": "full"}),
     "fmgp": Variant(
         "FMGP",
         FMGP,
@@ -52,7 +52,7 @@ VARIANTS = {
     "hmc": Variant(
         "HMC",
         HMC,
-        {"prior_std": 0.3, "samples": 200, "warmup": 200, "chains": 2, "max_tree_depth": 8},
+        {"prior_precision": 1 / 0.3**2, "samples": 200, "warmup": 200, "chains": 2, "max_tree_depth": 8},
         {"samples": 4, "warmup": 2, "max_tree_depth": 2},
     ),
 }

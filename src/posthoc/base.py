@@ -393,8 +393,9 @@ class Method(ABC):
             method._width, method._network = tuple(shapes["outputs"]), header["network"]
             method._rounding = Rounding.restore(header["rounding"])
             fitted = method._blank(shapes["fitted"])
-            check_tensors(path, tensors, fitted.state_dict())
-            fitted.load_state_dict(tensors, strict=True)
+            state = fitted.state_dict()
+            check_tensors(path, tensors, tensors_of(state))
+            fitted.load_state_dict({**state, **tensors}, strict=True)
             method._fitted = fitted.to(method._home())
         return method
 
@@ -422,7 +423,7 @@ class Method(ABC):
         return {**self._identity(), **found, "columns": None, "classes": None}
 
     def _tensors(self) -> dict[str, Tensor]:
-        return dict(self._fitted.state_dict()) if self._fitted is not None else {}
+        return tensors_of(self._fitted.state_dict()) if self._fitted is not None else {}
 
     def _check_data(self, data: Any) -> None:  # noqa: B027 (most methods take anything)
         """Refuses data that this method cannot be fitted on, before the network is run over them."""
@@ -557,6 +558,11 @@ def targets_of(outputs: Outputs) -> Tensor:
     if outputs.targets is None:
         raise DataError("Expected targets: batches (x, y), mappings with labels, Outputs with targets.")
     return outputs.targets
+
+
+def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a state: a network may keep other values there."""
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def require_finite_prediction(predictive: Predictive) -> None:

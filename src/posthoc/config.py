@@ -269,5 +269,5 @@ def described_one(kind: Any, limits: Mapping[str, Any]) -> str:
     if kind not in (int, float):
         return f"a {getattr(kind, '__name__', kind)}"
     words = {"above": "above", "least": "of at least", "most": "of at most"}
-    ends = [f"{words[name]} {limits[name]}" for name in words if name in limits]
+    ends = [f"{words[name]} {limits[name]:g}" for name in words if name in limits]
     return " ".join(["an integer" if kind is int else "a number", " and ".join(ends)]).strip()

@@ -79,11 +79,10 @@ def load(
 ) -> Method:
     """A saved head of whatever method it is, and the network it was fitted on (for an ensemble, their list)."""
     name = read_head(path)[1]["method"]
-    loadable: dict[str, Any] = {**REGISTRY, LaplaceTorch.name: LaplaceTorch}
-    if name not in loadable:
+    if name not in REGISTRY:
         raise FileError(
             f"Expected a head of {', '.join(sorted(REGISTRY))}, found one of {name!r} in {path}: it needs a later "
             "version of posthoc, or what registers that method."
         )
-    found: Method = loadable[name].load(path, model=model, device=device)
+    found: Method = REGISTRY[name].load(path, model=model, device=device)
     return found

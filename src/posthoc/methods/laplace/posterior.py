@@ -14,14 +14,14 @@ from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.categorical import Categorical
-from posthoc.likelihoods.gaussian import NOISE_FLOOR, Gaussian
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.laplace.curvature import Curvature, Dense, Diagonal, Form, Kronecker, of_classes, of_outputs
 from posthoc.methods.laplace.last_layer import LastLayer, pieces, with_one
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import IndependentLatent, Latent
 
-__all__ = ["Posterior", "fit_posterior", "refine", "settle_noise"]
+__all__ = ["Posterior", "fit_posterior", "refine"]
 
 AT_ONCE, MOST_ROWS = 2**23, 1024
 """Numbers in the largest tensor of a prediction (64 MB), and rows of it."""
@@ -130,7 +130,7 @@ def fit_outputs(
     if shared:
         error, eigenvalues, count = error.sum()[None], eigenvalues.reshape(1, -1), count * len(error)
     noise, found = best_evidence(eigenvalues, layer.square_norm, count=count, square_error=error, precision=precision)
-    settle_noise(likelihood, noise)
+    likelihood.set_noise(noise)
     return placed(curvature, likelihood, layer), found
 
 
@@ -147,14 +147,6 @@ def square_error(train: Outputs, home: torch.device) -> Tensor:  # (C,)
         assert part.targets is not None
         total += (columns(part.targets) - columns(part.outputs)).square().sum(0)
     return total
-
-
-def settle_noise(likelihood: Gaussian, noise: Tensor) -> None:
-    """σ² in the user's units: one for each output, or one for all."""
-    relative = noise / likelihood.scale.square() - NOISE_FLOOR
-    with torch.no_grad():
-        found = relative if likelihood.noise_form == "per_output" else relative[0]
-        likelihood.log_noise.copy_(found.clamp_min(1e-3 * NOISE_FLOOR).log())
 
 
 def refine(posterior: Posterior, val: Outputs) -> None:

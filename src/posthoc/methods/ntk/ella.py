@@ -20,7 +20,7 @@ from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.laplace.laplace import linearized
 from posthoc.methods.laplace.last_layer import find_last_layer, with_one
 from posthoc.methods.ntk.ntk import Jacobian, Pair, gradients
-from posthoc.methods.ntk.subspace import Candidate, curvature, grid, leading, likeliest, scores, set_noise
+from posthoc.methods.ntk.subspace import Candidate, curvature, grid, leading, likeliest, scores, set_relative_noise
 from posthoc.methods.ntk.tangents import NTKMethod, TangentBackbone, Weights, check_classes, positive
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import FactorLatent
@@ -145,7 +145,7 @@ class ELLA(NTKMethod):
         else:
             ((rows, g),) = sums.items()
             best = likeliest(rows, g, likelihood, mean, job.num_data, self.prior_variance)
-        set_noise(likelihood, best.noise)
+        set_relative_noise(likelihood, best.noise)
         self._state, self._fitted = {**state, "factor": best.factor()}, likelihood
         self.choice = Choice(best.prior, best.rows)
 

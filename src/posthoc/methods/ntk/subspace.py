@@ -3,7 +3,6 @@ variance and noise that go with it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from itertools import product
 from typing import NamedTuple
@@ -15,12 +14,12 @@ from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.categorical import Categorical
-from posthoc.likelihoods.gaussian import NOISE_FLOOR, Gaussian
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
 from posthoc.methods.ntk.ntk import products
 from posthoc.predictive.latent import FactorLatent
 
-__all__ = ["Candidate", "curvature", "grid", "leading", "likeliest", "scores", "set_noise"]
+__all__ = ["Candidate", "curvature", "grid", "leading", "likeliest", "scores", "set_relative_noise"]
 
 NOISES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.03, 0.01)
 """Shares of the mean squared residual that are tried as the noise of a regression."""
@@ -90,7 +89,7 @@ def scores(parts: Iterable[tuple[Outputs, Tensor]], likelihood: Likelihood, cand
         for i, candidate in enumerate(candidates):
             if vectors is not candidate.vectors:  # those of one G stand together
                 along, vectors = phi @ candidate.vectors, candidate.vectors
-            set_noise(likelihood, candidate.noise)
+            set_relative_noise(likelihood, candidate.noise)
             predictive = likelihood.predictive(part.outputs, FactorLatent(along * candidate.scales()))
             totals[i] -= float(predictive.log_prob(part.targets).double().sum())
     return totals / n
@@ -123,8 +122,7 @@ def eigen(g: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp_min(0.0), vectors
 
 
-@torch.no_grad()
-def set_noise(likelihood: Likelihood, noise: float) -> None:
-    """σ², in units of the mean squared residual."""
+def set_relative_noise(likelihood: Likelihood, noise: float) -> None:
+    """Sets σ², in units of the mean squared residual."""
     if isinstance(likelihood, Gaussian):
-        likelihood.log_noise.fill_(math.log(max(noise - NOISE_FLOOR, NOISE_FLOOR)))
+        likelihood.set_noise(noise * likelihood.scale.square())

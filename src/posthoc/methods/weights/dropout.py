@@ -2,77 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from posthoc.base import Job
+from posthoc.base import Fitted, Job, SeedConfig, option
 from posthoc.collect.loaders import Batch
-from posthoc.collect.network import evaluating, exclusive
 from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.methods.weights.network import seeded
 from posthoc.methods.weights.sampling import DrawingMethod
-from posthoc.saved import Saved
-from posthoc.validation import integer
 
 __all__ = ["Dropout"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DropoutConfig(SeedConfig):
+    """Options of `Dropout`."""
+
+    samples: int = option(64, least=2)
+
+
 class Dropout(DrawingMethod):
-    """Predictions averaged over `samples` runs with dropout on. In regression the noise is what is left of the
-    residuals of these averages, on `val` or, without it, on the data of the fit."""
+    """Predictions averaged over several runs of the network with dropout on.
+
+    In regression the noise is what the spread of the runs leaves of their residuals, on `val` or, without it, on the
+    data of the fit.
+
+    Args:
+        model: An `nn.Module` with dropout layers.
+        likelihood: "regression", "classification", or a `Gaussian` or `Categorical`.
+        samples: Runs of the network for a prediction.
+        seed: The seed of the dropout.
+        device: Where a network without weights computes.
+
+    Example:
+        >>> import torch
+        >>> from posthoc import Dropout
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+        >>> x, y = torch.randn(20, 2), torch.randn(20, 1)
+        >>> Dropout(model, "regression", samples=4).fit(x, y).predict(x).std.shape
+        torch.Size([20, 1])
+    """
 
     name = "dropout"
+    Config = DropoutConfig
+    config: DropoutConfig
     rows_alone = False
 
-    def __init__(
-        self,
-        model: nn.Module | Callable[..., Any] | None,
-        likelihood: str | Likelihood,
-        *,
-        samples: int = 64,
-        layer: str | None = None,
-        outputs_are: str = "logits",
-        device: str | torch.device | None = None,
-        seed: int = 0,
-        progress: bool | None = None,
-    ) -> None:
-        super().__init__(model, likelihood, layer=layer, outputs_are=outputs_are, device=device)
-        self.samples, self.seed = integer("samples", samples, 2), integer("seed", seed, 0)
+    def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
+        super().__init__(model, likelihood, **options)
         if not dropouts(self.module):
             raise OptionError(
                 f"dropout needs a network with dropout layers, got a {type(self.module).__name__} without any. "
                 "Use another method, such as fmgp."
             )
 
-    def _fit(self, job: Job) -> None:
-        assert job.train.targets is not None
-        likelihood = self._start(job.train.outputs, job.train.targets)
-        with evaluating(self.module), exclusive(self.module):
-            self._fit_noise(likelihood, job)
-        self._fitted = likelihood
+    def _fit(self, job: Job) -> Fitted:
+        fitted = Fitted(self._start(job))
+        self._fit_noise(fitted.likelihood, job, partial(self._draws, fitted))
+        return fitted
 
-    def _draws(self, batch: Batch) -> Tensor:  # (S, N, ...)
-        # The same seed for every batch, so that equal batches have equal answers.
-        with seeded(self.seed, self.module_device), dropping(self.module):
-            return torch.stack([self._answer(self.module, batch) for _ in range(self.samples)])
-
-    def _options(self) -> dict[str, Any]:
-        return {"samples": self.samples, "seed": self.seed}
-
-    def _recipe(self) -> dict[str, Any]:
-        return self._options()
-
-    @classmethod
-    def _rebuild(cls, saved: Saved) -> Self:
-        method = saved.unfitted(cls, **saved.options)
-        method._fitted = cls._likelihood_from(saved)
-        return method
+    def _draws(self, fitted: Fitted, batch: Batch) -> Tensor:  # (S, N, ...)
+        # The same seed for every batch, so that equal batches have equal predictions.
+        with seeded(self.config.seed, self.module_device), dropping(self.module):
+            return torch.stack([self._answer(self.module, batch) for _ in range(self.config.samples)])
 
 
 def dropouts(network: nn.Module) -> list[nn.Module]:

@@ -2,78 +2,57 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import Job
+from posthoc.base import Fitted, Job
 from posthoc.collect.loaders import Batch
-from posthoc.collect.network import evaluating, exclusive, run_network
+from posthoc.collect.network import run_network
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.methods.weights.sampling import DrawingMethod
-from posthoc.saved import Saved
 
 __all__ = ["Ensemble"]
 
 
 class Ensemble(DrawingMethod):
-    """Predictions averaged over several networks, given as a list: `Ensemble([first, second, third], "regression")`.
+    """Predictions averaged over several networks.
 
     Class probabilities are averaged, not logits. In regression the noise is what is left of the residuals of the
     average, on `val` or, without it, on the data of the fit. A head holds that noise and the networks' fingerprint:
     load it with the same networks, in the same order.
+
+    Args:
+        model: A list of networks.
+        likelihood: "regression", "classification", or a `Gaussian` or `Categorical`.
+        device: Where networks without weights compute.
+
+    Example:
+        >>> import torch
+        >>> from posthoc import Ensemble
+        >>> x, y = torch.randn(20, 2), torch.randn(20, 1)
+        >>> Ensemble([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)], "regression").fit(x, y).predict(x).std.shape
+        torch.Size([20, 1])
     """
 
     name = "ensemble"
 
-    def __init__(
-        self,
-        model: Sequence[nn.Module] | nn.Module | Callable[..., Any] | None,
-        likelihood: str | Likelihood,
-        *,
-        layer: str | None = None,
-        outputs_are: str = "logits",
-        device: str | torch.device | None = None,
-        seed: int = 0,
-        progress: bool | None = None,
-    ) -> None:
-        super().__init__(together(model), likelihood, layer=layer, outputs_are=outputs_are, device=device)
+    def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
+        super().__init__(together(model), likelihood, **options)
 
-    def _fit(self, job: Job) -> None:
-        assert job.train.targets is not None
-        likelihood = self._start(job.train.outputs, job.train.targets)
-        with evaluating(self.module), exclusive(self.module):
-            self._fit_noise(likelihood, job)
-        self._fitted = likelihood
+    def _fit(self, job: Job) -> Fitted:
+        fitted = Fitted(self._start(job))
+        self._fit_noise(fitted.likelihood, job, partial(self._draws, fitted))
+        return fitted
 
-    def _draws(self, batch: Batch) -> Tensor:  # (S, N, ...)
+    def _draws(self, fitted: Fitted, batch: Batch) -> Tensor:  # (S, N, ...)
         members = self.module
         assert isinstance(members, Members)
         return alike([self._answer(network, batch) for network in members.networks])
-
-    def _options(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        model: Sequence[nn.Module] | nn.Module | Callable[..., Any] | None = None,
-        device: str | torch.device | None = None,
-        **extra: Any,
-    ) -> Self:
-        return super().load(path, model=together(model), device=device, **extra)
-
-    @classmethod
-    def _rebuild(cls, saved: Saved) -> Self:
-        method = saved.unfitted(cls)
-        method._fitted = cls._likelihood_from(saved)
-        return method
 
 
 class Members(nn.Module):
@@ -88,7 +67,7 @@ class Members(nn.Module):
         return alike([run_network(network, Batch(args, kwargs, None)) for network in self.networks]).mean(0)
 
 
-def together(model: Any) -> Members | Callable[..., Any] | None:
+def together(model: Any) -> Any:
     """A list of networks as one; anything else that is no network is for others to refuse."""
     if isinstance(model, Members):
         return model
@@ -110,8 +89,8 @@ def together(model: Any) -> Members | Callable[..., Any] | None:
     return Members(model)
 
 
-def alike(answers: list[Tensor]) -> Tensor:  # (S, N, ...)
-    """What several networks said, if they speak of the same things."""
-    if len(shapes := {tuple(answer.shape) for answer in answers}) > 1:
+def alike(outputs: list[Tensor]) -> Tensor:  # (S, N, ...)
+    """The outputs of several networks, if they have the same shape."""
+    if len(shapes := {tuple(each.shape) for each in outputs}) > 1:
         raise DataError(f"Expected networks with as many outputs each, got outputs of shapes {sorted(shapes)}.")
-    return torch.stack(answers)
+    return torch.stack(outputs)

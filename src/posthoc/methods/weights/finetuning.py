@@ -1,17 +1,15 @@
-"""What methods share that train something of the network's own: on its batches, through the one loop."""
+"""What methods share that train parameters of a copy of the network, on batches of the data."""
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from posthoc.base import Job
+from posthoc.base import Fitted, Job, TrainingConfig
 from posthoc.collect.loaders import Batch
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood
@@ -19,47 +17,32 @@ from posthoc.methods.weights.network import LabelledBatch, NetworkBatches, seede
 from posthoc.methods.weights.sampling import DrawingMethod
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import ZeroLatent
-from posthoc.training import History, Ranks, Training, train
+from posthoc.training import History, Ranks, train
 
-__all__ = ["FinetunedMethod", "positive"]
+__all__ = ["FinetunedMethod"]
 
 
 class FinetunedMethod(DrawingMethod):
-    """A method that minimises -(1/|B|) Σ_b log p(y_b | f(x_b)) + penalty/N over batches B of the data. The network
-    itself is never trained: a copy of it is, in eval mode, so that BatchNorm keeps its statistics and dropout is off.
+    """A method that minimizes -(1/|B|) Σ_b log p(y_b | f(x_b)) + penalty/N over batches B of the data.
+
+    The network itself is never trained: a copy of it is, in eval mode, so that BatchNorm keeps its statistics and
+    dropout is off.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {}
-    """Training options, where `Training`'s own would not suit."""
+    Config = TrainingConfig
+    config: TrainingConfig
+    history = History()
+    """The losses and validation scores of the last fit."""
 
-    def __init__(
-        self,
-        model: nn.Module | Callable[..., Any] | None,
-        likelihood: str | Likelihood,
-        *,
-        layer: str | None,
-        outputs_are: str,
-        device: str | torch.device | None,
-        training: dict[str, Any],
-    ) -> None:
-        super().__init__(model, likelihood, layer=layer, outputs_are=outputs_are, device=device)
-        if unknown := training.keys() - Training.__dataclass_fields__.keys():
-            raise OptionError(
-                f"Unknown option {', '.join(sorted(unknown))}. "
-                f"The training options are: {', '.join(Training.__dataclass_fields__)}."
-            )
-        self.training = Training(**{**self.defaults, **training})
-        self.history = History()
-
-    def _fit(self, job: Job) -> None:
-        with seeded(self.training.seed, self.module_device):  # of which a loader takes its order
-            self._finetune(job)
+    def _fit(self, job: Job) -> Fitted:
+        with seeded(self.config.seed, self.module_device):  # a loader draws its order from the global generator
+            return self._finetune(job)
 
     @abstractmethod
-    def _finetune(self, job: Job) -> None:
+    def _finetune(self, job: Job) -> Fitted:
         """As `_fit`."""
 
-    def _minimise(
+    def _minimize(
         self,
         job: Job,
         likelihood: Likelihood,
@@ -69,21 +52,21 @@ class FinetunedMethod(DrawingMethod):
         predict: Callable[[Batch], Predictive],
         generator: torch.Generator | None = None,
     ) -> History:
-        """Trains the parameters behind `answer`, and stops early by what `predict` says of the validation data.
+        """Trains the parameters of `answer`, and stops early by the score of `predict` on the validation data.
         `generator` is what `answer` draws from."""
         if not Ranks().alone:
             raise OptionError(f"{self.name} trains in one process: fit it outside torch.distributed.")
-        options = self.training
+        options = self.config.training
 
         def objective(labelled: LabelledBatch) -> Tensor:
-            said = answer(labelled.batch)
-            mean, target = likelihood.standardize(said, likelihood.check_targets(labelled.target, said))
-            energy = likelihood.energy(mean, ZeroLatent(mean), target, alpha=1.0)
+            outputs = answer(labelled.batch)
+            mean, target = likelihood.standardize(outputs, likelihood.check_targets(labelled.target, outputs))
+            energy = likelihood.energy(mean, ZeroLatent(outputs), target, alpha=1.0)
             return penalty() / job.num_data - energy.mean()
 
         def score() -> float:
             total, rows = 0.0, 0
-            with seeded(options.seed, self.module_device):  # a loader of its own must not shift the other's order
+            with seeded(options.seed, self.module_device):  # a second loader must not change the order of the first
                 for batch in self._batches(job.val_data):
                     log_p = predict(batch).log_prob(batch.target)
                     total, rows = total - float(log_p.sum()), rows + len(log_p)
@@ -92,7 +75,7 @@ class FinetunedMethod(DrawingMethod):
         return train(
             objective,
             parameters,
-            NumberedBatches(self, job.data, options.batch_size, options.seed),
+            NetworkBatches(self, job.data, options.batch_size, options.seed),
             options,
             score=score if job.val is not None else None,
             generator=generator,
@@ -103,26 +86,3 @@ class FinetunedMethod(DrawingMethod):
         for batch in self._batches(data):
             return batch
         raise DataError("Expected at least one data point, got none.")
-
-    def _training(self) -> dict[str, Any]:
-        return {k: v for k, v in asdict(self.training).items() if k != "progress"}
-
-
-class NumberedBatches(NetworkBatches):
-    """Batches that are known by their step, so that a resumed run goes on with the one that would have been next."""
-
-    at = 0
-
-    def block(self, step: int, count: int) -> LabelledBatch:
-        while self.at < step:
-            super().block(self.at, 1)
-            self.at += 1
-        self.at += 1
-        return super().block(step, count)
-
-
-def positive(name: str, value: Any) -> float:
-    """A positive number, or an error that names the option."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-        raise OptionError(f"Expected {name} to be a positive number, got {value!r}.")
-    return float(value)

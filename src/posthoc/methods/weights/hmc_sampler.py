@@ -40,7 +40,7 @@ class WeightPosterior:
     answer: Callable[[Tensor, LabelledBatch], Tensor]  # the outputs of a network with these weights
     batches: list[LabelledBatch]
     likelihood: Likelihood
-    prior_std: float
+    prior_precision: float
     bound: Tensor  # () or (C,), in the likelihood's units
     weight: float  # how many points each of the data stands for
 
@@ -51,7 +51,7 @@ class WeightPosterior:
 
     def __call__(self, at: dict[str, Tensor]) -> Tensor:  # ()
         weights = at["weights"]
-        log_prior = -0.5 * (weights / self.prior_std).square().sum()
+        log_prior = -0.5 * self.prior_precision * weights.square().sum()
         noise = self.bound
         if self.noisy:
             raw = at["noise"]

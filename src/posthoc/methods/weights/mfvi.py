@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import Job
+from posthoc.base import Fitted, Job, TrainingConfig, option
 from posthoc.collect.loaders import Batch
-from posthoc.errors import FileError, OptionError
-from posthoc.io import check_tensors
+from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.weights.finetuning import FinetunedMethod, positive
+from posthoc.methods.weights.finetuning import FinetunedMethod
 from posthoc.methods.weights.flipout import Reweighted, flipout, layers, noisy_parameters, sampled
+from posthoc.methods.weights.sampling import NamedTensors
 from posthoc.predictive.base import Predictive
-from posthoc.saved import Saved
-from posthoc.validation import choice, integer
 
 __all__ = ["MFVI", "MeanField"]
 
@@ -28,74 +27,84 @@ SCORED = 8
 """Draws by which training is stopped early; a prediction has more."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MFVIConfig(TrainingConfig):
+    """Options of `MFVI`."""
+
+    means: Literal["fixed", "moved"] = "fixed"
+    prior_precision: float = option(1.0, above=0.0)
+    kl_weight: float = option(0.1, above=0.0)
+    initial_std: float = option(0.02, above=0.0)
+    samples: int = option(64, least=2)
+
+
 class MFVI(FinetunedMethod):
-    """Mean-field variational fine-tuning: q(w) = Π N(w | μ, σ²) with the trained weights as μ, and σ learnt by the
-    ELBO with flipout. Predictions are averages over `samples` draws of the weights, `mean` too, so it is near the
-    network's own output and not equal to it. The draws are the same for every batch.
+    """Mean-field variational fine-tuning: q(w) = Π N(w | μ, σ²) around the trained weights, by the ELBO with flipout.
 
-    Noise is on the weights and biases of Linear, Conv1d, Conv2d and Conv3d layers; everything else (BatchNorm,
-    attention's own projections, embeddings, and what is frozen) stays as it was trained.
+    Predictions are averages over draws of the weights, the mean too, so it is near the network's own output and not
+    equal to it. The draws are the same for every batch. Noise is on the weights and biases of Linear, Conv1d, Conv2d
+    and Conv3d layers; everything else (BatchNorm, attention's own projections, embeddings, frozen weights) stays.
 
-    Parameters
-    ----------
-    means: "fixed" at the trained weights, or "moved" with σ by the ELBO.
-    prior_precision: of the prior N(0, 1/precision) of every weight.
-    kl_weight: 1 is the ELBO itself, by which a network with more weights than there are data gives up its fit for the
-        KL's sake; less is a colder posterior.
-    initial_std: where σ starts, in units of the root mean square of a layer's weights.
-    samples: draws of the weights in a prediction.
-    steps, batch_size, lr, seed, eval_every, patience, progress: see `posthoc.training.Training`.
+    Args:
+        model: An `nn.Module`.
+        likelihood: "regression", "classification", or a `Gaussian` or `Categorical`.
+        means: "fixed" at the trained weights, or "moved" with σ by the ELBO.
+        prior_precision: Of the prior N(0, 1/precision) of every weight.
+        kl_weight: The weight of the KL divergence. 1 is the ELBO, with which a network of more weights than data
+            loses its fit; less is a colder posterior.
+        initial_std: The first σ, in units of the root mean square of a layer's weights.
+        samples: Draws of the weights for a prediction.
+        steps, batch_size, lr, seed, eval_every, patience, progress: See `TrainingConfig`.
+        device: Where a network without weights computes.
+
+    Example:
+        >>> import torch
+        >>> from posthoc import MFVI
+        >>> x, y = torch.randn(20, 2), torch.randn(20, 1)
+        >>> MFVI(torch.nn.Linear(2, 1), "regression", steps=2, samples=4).fit(x, y).predict(x).std.shape
+        torch.Size([20, 1])
     """
 
     name = "mfvi"
+    Config = MFVIConfig
+    config: MFVIConfig
+    trains = True
 
-    def __init__(
-        self,
-        model: nn.Module | Callable[..., Any] | None,
-        likelihood: str | Likelihood,
-        *,
-        means: Literal["fixed", "moved"] = "fixed",
-        prior_precision: float = 1.0,
-        kl_weight: float = 0.1,
-        initial_std: float = 0.02,
-        samples: int = 64,
-        layer: str | None = None,
-        outputs_are: str = "logits",
-        device: str | torch.device | None = None,
-        **training: Any,
-    ) -> None:
-        super().__init__(model, likelihood, layer=layer, outputs_are=outputs_are, device=device, training=training)
-        choice("means", means, ("fixed", "moved"))
-        self.means, self.samples = means, integer("samples", samples, 2)
-        self.prior_precision = positive("prior_precision", prior_precision)
-        self.kl_weight = positive("kl_weight", kl_weight)
-        self.initial_std = positive("initial_std", initial_std)
+    def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
+        super().__init__(model, likelihood, **options)
         if not layers(self.module):
             raise OptionError(
                 f"mfvi puts noise on Linear and convolution layers, got a {type(self.module).__name__} without any. "
                 "Use another method, such as fmgp."
             )
-        self.log_std: dict[str, Tensor] = {}
-        """log σ of every weight, by parameter name, once there is a fit."""
-        self._moved: dict[str, Tensor] = {}
+
+    @property
+    def log_std(self) -> dict[str, Tensor]:
+        """log σ of every weight with noise, by parameter name."""
+        self._require_fitted("log_std")
+        assert isinstance(self._fitted, FittedMFVI)
+        return self._fitted.log_std.as_dict()
 
     @property
     def mean(self) -> dict[str, Tensor]:
-        """μ of every weight, by parameter name."""
-        return self._moved or {name: p for name, p in self.module.named_parameters() if name in self.log_std}
+        """μ of every weight with noise, by parameter name."""
+        own = {name: p.detach() for name, p in self.module.named_parameters() if name in self.log_std}
+        assert isinstance(self._fitted, FittedMFVI)
+        return self._fitted.moved.as_dict() or own
 
-    def _finetune(self, job: Job) -> None:
-        assert job.train.targets is not None
+    def _finetune(self, job: Job) -> FittedMFVI:
         if not noisy_parameters(self.module):
             raise OptionError(
                 "mfvi puts noise on the weights of Linear and convolution layers, and all of them are frozen: set "
                 "requires_grad to True for those that may have it."
             )
         network = copy.deepcopy(self.module).eval()
-        likelihood = self._start(job.train.outputs, job.train.targets).to(self.module_device)
-        q = MeanField(self._weights_that_run(network, job.data), self.initial_std, moves=self.means == "moved")
+        likelihood = self._start(job).to(self.module_device)
+        q = MeanField(
+            self._weights_that_run(network, job.data), self.config.initial_std, moves=self.config.means == "moved"
+        )
         network.requires_grad_(False)
-        generator = torch.Generator(self.module_device or "cpu").manual_seed(self.training.seed)
+        generator = torch.Generator(self.module_device or "cpu").manual_seed(self.config.seed)
         moving = Reweighted(network, {})
 
         def answer(batch: Batch) -> Tensor:
@@ -105,22 +114,23 @@ class MFVI(FinetunedMethod):
                 return self._answer(moving if q.moves else network, batch)
 
         def predict(batch: Batch) -> Predictive:
-            draws = self._drawn(network, batch, q.mean(), q.std(), min(SCORED, self.samples))
+            draws = self._drawn(network, batch, q.mean(), q.std(), min(SCORED, self.config.samples))
             return likelihood.predictive_from_draws(draws)
 
         likelihood.requires_grad_(isinstance(likelihood, Gaussian))  # its noise is learnt, a temperature is not
-        history = self._minimise(
+        history = self._minimize(
             job,
             likelihood,
             [*q.parameters(), *likelihood.parameters()],
             answer,
-            penalty=lambda: self.kl_weight * q.kl(self.prior_precision),
+            penalty=lambda: self.config.kl_weight * q.kl(self.config.prior_precision),
             predict=predict,
             generator=generator,
         )
-        self.log_std = {name: value.detach() for name, value in q.log_std.items()}
-        self._moved = {name: value.detach() for name, value in q.mean().items()} if q.moves else {}
-        self._fitted, self.history = likelihood, history
+        log_std = {name: value.detach() for name, value in q.log_std.items()}
+        moved = {name: value.detach() for name, value in q.mean().items()} if q.moves else {}
+        self.history = history
+        return FittedMFVI(likelihood.requires_grad_(False), log_std, moved)
 
     def _weights_that_run(self, network: nn.Module, data: Any) -> dict[str, Tensor]:
         """The weights that one batch shows to be used by their layers' own forward. Others would never see the data,
@@ -134,48 +144,34 @@ class MFVI(FinetunedMethod):
             raise OptionError("mfvi found no Linear or convolution layer at work when the network ran.")
         return {name: p.detach() for name, p in weights.items() if name in draw.deltas}
 
-    def _draws(self, batch: Batch) -> Tensor:  # (S, N, ...)
-        mean = {name: value.detach().to(self.module_device) for name, value in self.mean.items()}
-        std = {name: value.to(self.module_device).exp() for name, value in self.log_std.items()}
-        return self._drawn(self.module, batch, mean, std, self.samples)
+    def _draws(self, fitted: FittedMFVI, batch: Batch) -> Tensor:  # (S, N, ...)
+        fitted.to(self.module_device)
+        std = {name: value.exp() for name, value in self.log_std.items()}
+        return self._drawn(self.module, batch, self.mean, std, self.config.samples)
 
     def _drawn(
         self, network: nn.Module, batch: Batch, mean: Mapping[str, Tensor], std: Mapping[str, Tensor], samples: int
     ) -> Tensor:  # (S, N, ...)
-        generator = torch.Generator(self.module_device or "cpu").manual_seed(self.training.seed)
+        generator = torch.Generator(self.module_device or "cpu").manual_seed(self.config.seed)
         weights = (sampled(mean, std, generator) for _ in range(samples))  # one at a time: each is a whole network
         return torch.stack([self._answer(Reweighted(network, drawn), batch) for drawn in weights])
 
-    def _tensors(self) -> dict[str, Tensor]:
-        stds = {f"log_std.{name}": value for name, value in self.log_std.items()}
-        means = {f"mean.{name}": value for name, value in self._moved.items()}
-        return {**super()._tensors(), **stds, **means}
+    def _blank(self, shapes: Mapping[str, Any]) -> FittedMFVI:
+        parameters = dict(self.module.named_parameters())
+        log_std = {name: full(parameters[name].detach(), 0.0).detach() for name in shapes["weights"]}
+        moved = {name: parameters[name].detach().clone() for name in shapes["moved"]}
+        return FittedMFVI(self._blank_likelihood(), log_std, moved)
 
-    def _options(self) -> dict[str, Any]:
-        names = ("means", "prior_precision", "kl_weight", "initial_std", "samples")
-        return {**{name: getattr(self, name) for name in names}, **self._training()}
 
-    def _recipe(self) -> dict[str, Any]:
-        return self._options()
+class FittedMFVI(Fitted):
+    """log σ of the weights by parameter name, and their means where those moved."""
 
-    @classmethod
-    def _rebuild(cls, saved: Saved) -> Self:
-        method, tensors, path = saved.unfitted(cls, **saved.options), saved.tensors, saved.path
-        shapes = {name: tuple(p.shape) for name, p in method.module.named_parameters()}
-        found = {
-            kind: {name.removeprefix(f"{kind}."): t for name, t in tensors.items() if name.startswith(f"{kind}.")}
-            for kind in ("log_std", "mean")
-        }
-        if not found["log_std"]:
-            raise FileError(f"Expected the widths of some weights, found none in {path}: the file was changed.")
-        moved = found["mean"] if method.means == "moved" else {}
-        for values in (found["log_std"], moved):
-            check_tensors(path, values, {name: shapes.get(name, ()) for name in (found["log_std"] if values else ())})
-        home = method.module_device
-        method.log_std = {name: value.to(home) for name, value in found["log_std"].items()}
-        method._moved = {name: value.to(home) for name, value in moved.items()}
-        method._fitted = cls._likelihood_from(saved)
-        return method
+    def __init__(self, likelihood: Likelihood, log_std: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> None:
+        super().__init__(likelihood)
+        self.log_std, self.moved = NamedTensors(log_std), NamedTensors(moved)
+
+    def shapes(self) -> dict[str, Any]:
+        return {"weights": list(self.log_std.as_dict()), "moved": list(self.moved.as_dict())}
 
 
 class MeanField:

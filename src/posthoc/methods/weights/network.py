@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import CHUNK, OldMethod
+from posthoc.base import CHUNK, Method, require_finite_prediction
 from posthoc.collect import opened
 from posthoc.collect.class_scores import as_logits
 from posthoc.collect.loaders import Batch, arrays, is_arrays, iterate, move, row_count, take, tensors_of
-from posthoc.collect.network import evaluating, exclusive, refuse_infinite, run_network
+from posthoc.collect.network import Backbone, evaluating, exclusive, refuse_infinite, run_network
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood
@@ -24,46 +23,34 @@ from posthoc.predictive.base import Predictive
 __all__ = ["LabelledBatch", "NetworkBatches", "NetworkMethod", "seeded"]
 
 
-class NetworkMethod(OldMethod):
-    """A method that runs an `nn.Module` in a way of its own, so that outputs alone are not enough for it.
+class NetworkMethod(Method):
+    """A method that runs an `nn.Module` in a way of its own, so that outputs alone are not enough.
 
-    A subclass fits from `job.data`, whose batches `_batches` gives (`job.train` holds the network's outputs on them),
-    and its `_predictor` turns a `Batch` into a `Predictive`. It runs the network with `_answer`.
+    A subclass fits on the batches that `_batches(job.data)` gives (`job.train` holds the network's outputs on them),
+    and its `_predictor` turns a `Batch` into predictions. It runs the network by `_answer`.
     """
 
     black_box = False
 
-    def __init__(
-        self,
-        model: nn.Module | Callable[..., Any] | None,
-        likelihood: str | Likelihood,
-        *,
-        layer: str | None = None,
-        outputs_are: str = "logits",
-        device: str | torch.device | None = None,
-    ) -> None:
+    def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         if not isinstance(model, nn.Module):
             found = "none" if model is None else f"a {type(model).__name__}"
             raise OptionError(
                 f"{self.name} needs the network itself, an nn.Module, got {found}. "
                 f"The methods that need outputs alone are: {', '.join(black_box_methods())}."
             )
-        if outputs_are != "logits":
-            raise OptionError(f"{self.name} runs the network for its logits: wrap it so that it returns them.")
-        super().__init__(model, likelihood, layer=layer, device=device)
-
-    @property
-    def module(self) -> nn.Module:
-        """The user's network."""
-        assert self.backbone is not None
-        assert self.backbone.module is not None
-        return self.backbone.module
+        super().__init__(model, likelihood, **options)
+        self.module = model
 
     @property
     def module_device(self) -> torch.device | None:
         """Where the network is."""
+        return self._known_backbone.device
+
+    @property
+    def _known_backbone(self) -> Backbone:
         assert self.backbone is not None
-        return self.backbone.device
+        return self.backbone
 
     def _check_data(self, data: Any) -> None:
         if isinstance(data, Outputs):
@@ -76,15 +63,14 @@ class NetworkMethod(OldMethod):
 
     def _batches(self, data: Any, size: int = 256) -> Iterator[Batch]:
         """The batches of data, on the network's device, their numbers checked."""
-        assert self.backbone is not None
-        seen = 0
+        backbone, seen = self._known_backbone, 0
         for raw in iterate(data, size):
-            batch = self.backbone.place(raw)
+            batch = backbone.place(raw)
             given = tensors_of(batch)
             for tensor in given:
                 refuse_infinite(tensor, "inputs", seen)
             seen += len(given[0]) if given and given[0].ndim else 0
-            device = given[0].device if given else self.backbone.device or torch.device("cpu")
+            device = given[0].device if given else backbone.device or torch.device("cpu")
             yield batch._replace(target=move(batch.target, device) if batch.target is not None else None)
 
     def _answer(self, network: nn.Module, batch: Batch) -> Tensor:  # (N, ...)
@@ -100,37 +86,24 @@ class NetworkMethod(OldMethod):
         self._require_fitted("predict")
         data = arrays(opened(data))
         self._check_data(data if isinstance(data, Outputs) else None)
-        predict = self._predictor(covariance=covariance)
+        predict = self._predictor(self._fitted, covariance=covariance)
         one_batch = not targets and is_arrays(data)
         with evaluating(self.module):
             for batch in self._batches([data] if one_batch else data, CHUNK):
                 with exclusive(self.module):
                     predictive = predict(batch)
-                refuse_infinite(predictive.latent.mean, "outputs", 0)
+                require_finite_prediction(predictive)
                 if not len(predictive):
                     continue
                 part = Outputs.trusted(outputs=predictive.latent.mean, targets=batch.target)
                 yield predictive, self._fitting(part, targets=targets)
 
     @abstractmethod
-    def _old_predictor(self, *, covariance: bool) -> Callable[[Batch], Predictive]:
-        """What turns a batch into predictions; the network is in eval mode, and without gradients, when it runs."""
+    def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Batch], Predictive]:
+        """A function from a batch to predictions, called while the network is in eval mode and without gradients."""
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
         return False, False
-
-    @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        model: nn.Module | Callable[..., Any] | None = None,
-        device: str | torch.device | None = None,
-        **extra: Any,
-    ) -> Self:
-        if model is None:
-            raise OptionError(f"{cls.name} predicts with the network it was fitted on: give it, load(path, model=...).")
-        return super().load(path, model=model, device=device, **extra)
 
 
 class LabelledBatch(NamedTuple):
@@ -145,17 +118,22 @@ class LabelledBatch(NamedTuple):
 
 
 class NetworkBatches:
-    """A `Source` of a network method's batches: pass after pass over the data, arrays in a new order every time."""
+    """A `Source` of a network method's batches: pass after pass over the data, arrays in a new order every time.
+
+    Batches are counted by step, so that a resumed run continues with the one that would have been next."""
 
     ahead, fixed, weight = 1, False, 1.0
 
     def __init__(self, method: NetworkMethod, data: Any, size: int, seed: int) -> None:
         self.method, self.data, self.size = method, data, size
         self.generator = torch.Generator().manual_seed(seed)
-        self.endless = self._endless()
+        self.endless, self.next_step = self._endless(), 0
 
     def block(self, step: int, count: int) -> LabelledBatch:
-        """The next batch; the loop asks for one at a time."""
+        while self.next_step < step:
+            next(self.endless)
+            self.next_step += 1
+        self.next_step += 1
         return next(self.endless)
 
     def _endless(self) -> Iterator[LabelledBatch]:

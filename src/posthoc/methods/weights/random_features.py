@@ -33,7 +33,7 @@ class RandomFeatures(nn.Module):
         return math.sqrt(2.0 / len(self.phase)) * angle.cos()
 
 
-class FeatureLaplace:
+class FeatureLaplace(nn.Module):
     """The posterior covariance of the weights of a linear layer on features: (τ_c I + r_c G)⁻¹ = U diag(v_c) Uᵀ for
     output c. G = Σ w φφᵀ is the same for all outputs, so that one eigendecomposition serves them."""
 
@@ -42,7 +42,11 @@ class FeatureLaplace:
         basis: Tensor,  # (D, D)
         variances: Tensor,  # (D, C)
     ) -> None:
-        self.basis, self.variances = basis, variances
+        super().__init__()
+        self.register_buffer("basis", basis)
+        self.register_buffer("variances", variances)
+        self.basis: Tensor
+        self.variances: Tensor
 
     @classmethod
     def of(
@@ -53,9 +57,6 @@ class FeatureLaplace:
     ) -> FeatureLaplace:
         values, basis = torch.linalg.eigh(gram)
         return cls(basis, 1.0 / (prior + values.clamp_min(0.0)[:, None] * weight))
-
-    def to(self, device: torch.device | None) -> FeatureLaplace:
-        return FeatureLaplace(self.basis.to(device), self.variances.to(device))
 
     def variance(self, features: Tensor) -> Tensor:  # (N, C)
         """Var(φᵀβ_c)."""
