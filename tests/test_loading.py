@@ -146,7 +146,7 @@ CHANGES: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("regression", ("config", "head", "normals"), -1, r"Expected tensors likelihood\.weights"),
     ("regression", ("config", "head", "normals"), 10**12, r"Expected tensors likelihood\.weights"),
     ("regression", ("config", "inducing"), 3, "inducing 3, not of type str"),
-    ("regression", ("network",), 5, r"network 5, not of type dict \| None"),
+    ("regression", ("network",), 5, r"network 5, not of type str \| None"),
     ("regression", ("method",), ["fmgp"], "not of type str"),
     ("regression", ("shapes", "outputs"), ["a"], r"outputs of width \['a'\]"),
     ("regression", ("shapes", "outputs"), [5], r"1 outputs, in rows of shape \(5,\)"),

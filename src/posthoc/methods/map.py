@@ -6,8 +6,6 @@ from typing import Self
 
 from posthoc.base import Fitted, Job, Method
 from posthoc.likelihoods.base import Likelihood
-from posthoc.likelihoods.categorical import Categorical
-from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.calibrator import LikelihoodOnly
 
 __all__ = ["MAP"]

@@ -48,6 +48,7 @@ class NTKMethod(OldMethod):
     """A method on the tangent kernel. With `weights="last"` it reads the features in front of the last layer, and needs
     no network. With "all" it needs one, and `_describer` says what is made of its Jacobians."""
 
+    needs_classes = True
     weights: Weights
     max_gigabytes: float
 
