@@ -77,7 +77,7 @@ class Browser:
     def size(self, width: int, height: int, *, phone: bool = False) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
 
-    def colours(self, scheme: str) -> None:
+    def colors(self, scheme: str) -> None:
         """light or dark, as the reader prefers."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 

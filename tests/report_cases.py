@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 from pathlib import Path
@@ -10,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from posthoc.evaluate.report.pictures import png
+from PIL import Image
 
 METHODS = {
     "map": "MAP",
@@ -124,6 +124,12 @@ def regression_curves(rng: np.random.Generator, scale: float) -> dict[str, Any]:
     }
 
 
+def png(image: torch.Tensor) -> str:  # (3, H, W) in uint8
+    file = io.BytesIO()
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "png")
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def pictures(rng: np.random.Generator, count: int = 8) -> list[dict[str, Any]]:
     """Blobs of colour that a photograph of 32 x 32 pixels could be."""
     found = []
@@ -133,7 +139,7 @@ def pictures(rng: np.random.Generator, count: int = 8) -> list[dict[str, Any]]:
         target, said = rng.choice(CLASSES, 2)
         found.append(
             {
-                "png": base64.b64encode(png(image)).decode(),
+                "png": png(image),
                 "target": str(target),
                 "said": str(said if rng.random() < 0.5 else target),
                 "probability": float(rng.uniform(0.3, 1)),

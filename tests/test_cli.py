@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import logging
 import os
 import re
@@ -131,14 +130,7 @@ run(app)
 
 
 def test_a_missing_extra_says_what_to_install(monkeypatch, capsys):
-    real = builtins.__import__
-
-    def without_matplotlib(name, *args, **kwargs):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(sys, "argv", ["posthoc", "demo"])
     with pytest.raises(SystemExit) as stop:
         main()

@@ -29,7 +29,7 @@ from posthoc.cli import compare as command
 from posthoc.evaluate.compare import Comparison, Row, compare, guess
 from posthoc.evaluate.cost import measured
 from posthoc.evaluate.evaluate import evaluate
-from posthoc.evaluate.report.tables import COLUMNS, Column, csv_table, digits, markdown_table, places, rich_table
+from posthoc.evaluate.report.tables import COLUMNS, Column, Estimate, digits, places_of
 from posthoc.methods import REGISTRY, Ensemble
 from tests.cases import QUICK, Noisy, inputs, labels, mlp, recorded, values
 
@@ -245,24 +245,26 @@ def test_the_task_is_known_from_targets_and_outputs():
 
 # The table.
 
-LOW, HIGH = Column("a", "A", "low", "{:.2f}".format), Column("a", "A", "high", "{:.2f}".format)
+LOW, HIGH = (Column("a", "A", "{:.2f}".format, best) for best in (-math.inf, math.inf))
 
 
-def figures(**values: float) -> dict[str, dict[str, float]]:
-    return {name: {"a": value} for name, value in values.items()}
+def estimates(**values: float) -> dict[str, Estimate]:
+    return {name: Estimate(value) for name, value in values.items()}
 
 
 def test_best_and_second_best():
-    three = figures(x=0.3, y=0.1, z=0.2)
-    assert places(LOW, three) == {"x": None, "y": 1, "z": 2}
-    assert places(HIGH, three) == {"x": 1, "y": None, "z": 2}
+    three = estimates(x=0.3, y=0.1, z=0.2)
+    assert places_of(LOW, three) == {"y": 1, "z": 2}
+    assert places_of(HIGH, three) == {"x": 1, "z": 2}
+    assert places_of(Column("a", "A", digits, 0.22), three) == {"z": 1, "x": 2}
+    assert places_of(Column("a", "A"), three) == {}
 
 
 def test_what_is_written_the_same_shares_a_place():
-    assert places(LOW, figures(x=0.101, y=0.102, z=0.2, w=0.3)) == {"x": 1, "y": 1, "z": None, "w": None}
-    assert places(LOW, figures(x=0.1, y=0.201, z=0.2, w=0.3)) == {"x": 1, "y": 2, "z": 2, "w": None}
-    assert places(LOW, figures(x=0.101, y=0.102)) == {"x": None, "y": None}
-    assert places(LOW, {**figures(x=0.1, y=math.nan, z=math.inf), "w": {}}) == {"x": 1, "y": None, "z": 2, "w": None}
+    assert places_of(LOW, estimates(x=0.101, y=0.102, z=0.2, w=0.3)) == {"x": 1, "y": 1}
+    assert places_of(LOW, estimates(x=0.1, y=0.201, z=0.2, w=0.3)) == {"x": 1, "y": 2, "z": 2}
+    assert places_of(LOW, estimates(x=0.101, y=0.102)) == {}
+    assert places_of(LOW, estimates(x=0.1, y=math.nan, z=math.inf)) == {"x": 1, "z": 2}
 
 
 def test_tables_for_the_screen_for_a_page_and_for_a_program():
@@ -270,22 +272,26 @@ def test_tables_for_the_screen_for_a_page_and_for_a_program():
         "map": {"nll": 0.28151, "accuracy": 0.9262, "fit_seconds": 0.004, "peak_memory": 2e6, "aurc": 1 / 3},
         "fmgp": {"nll": 0.2212, "accuracy": 0.9262, "fit_seconds": 123.4, "peak_memory": 1.5e9},
     }
-    assert markdown_table("classification", rows) == (
+    found = Comparison(
+        "classification", (Row("map", rows["map"], {"nll": 0.00121}), Row("fmgp", rows["fmgp"]), Row("gp", error="no"))
+    )
+    assert found.markdown() == (
         "| method | NLL ↓ | accuracy ↑ | fit, s ↓ | memory, MB ↓ |\n"
         "|---|---:|---:|---:|---:|\n"
-        "| map | *0.2815* | 0.9262 | **0.00** | **2** |\n"
+        "| map | *0.2815 ± 0.0012* | 0.9262 | **0.00** | **2** |\n"
         "| fmgp | **0.2212** | 0.9262 | *123* | *1,500* |\n"
+        "\n- gp (failed): no\n"
     )
-    lines = list(csv.DictReader(csv_table(rows).splitlines()))
+    lines = list(csv.DictReader(found.csv().splitlines()))
     assert float(lines[0]["aurc"]) == 1 / 3
-    assert lines[1] == {"method": "fmgp", "nll": "0.2212", "accuracy": "0.9262", "fit_seconds": "123.4",
-                        "peak_memory": "1500000000.0", "aurc": ""}  # fmt: skip
-    text = str(Comparison("classification", tuple(Row(name, row) for name, row in rows.items())))
-    assert "0.2212¹" in text
-    assert "0.2815²" in text
-    assert "¹ best, ² second best" in text
-    assert "OOD" not in text  # nobody has such a figure
-    assert len(rich_table("classification", rows).columns) == 5
+    expected = {"method": "fmgp", "nll": "0.2212", "nll_se": "", "accuracy": "0.9262", "fit_seconds": "123.4"}
+    assert lines[1] == expected | {"peak_memory": "1500000000.0", "aurc": ""}
+    assert "0.2212¹" in str(found)
+    assert "0.2815²" in str(found)
+    assert "¹ best, ² second best" in str(found)
+    assert "OOD" not in str(found)  # there is no such figure
+    assert repr(found) == "Comparison(classification; map, fmgp; 1 without figures)"
+    assert "<td>0.2815 ± 0.0012</td>" in found._repr_html_()
 
 
 def test_figures_in_the_users_units_have_four_digits():
@@ -297,11 +303,14 @@ def test_figures_in_the_users_units_have_four_digits():
     ]
 
 
-def test_every_column_is_a_figure_that_there_is():
+def test_every_figure_has_a_column_and_most_an_error():
     data, reals = classified(), recorded(mlp(), inputs(), values())
     for rows, ood in ((data, data), (reals, None)):
-        found = compare(None, rows, rows, "map", ood=ood)
-        assert {column.figure for column in COLUMNS[found.task]} <= found["map"].figures.keys()
+        row = compare(None, rows, rows, "map", ood=ood)["map"]
+        assert row.figures.keys() <= COLUMNS.keys()
+        assert row.errors.keys() == {name for name in row.figures if not name.endswith(("_seconds", "_memory"))}
+        assert all(0.0 <= error < 1.0 for error in row.errors.values())
+    assert {"coverage_90", "width_90"} <= {column.figure for column in compare(None, reals, reals, "map").columns}
 
 
 # The command.

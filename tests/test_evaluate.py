@@ -1,18 +1,15 @@
-"""Curves for a report, against plain computations; and pictures."""
+"""Curves and examples of an evaluation, against plain computations."""
 
 from __future__ import annotations
 
 import math
-from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
 
 from posthoc import MAP, Outputs
-from posthoc.errors import DataError
 from posthoc.evaluate.evaluate import score
-from posthoc.evaluate.report.pictures import png
 
 
 def classes(n: int, seed: int) -> Outputs:
@@ -78,14 +75,3 @@ def test_a_regressions_curves_against_loops():
         np.testing.assert_allclose(bars[name], column[rows, 0], rtol=1e-5)
     # One variance for all: whichever are kept, their error is that of all.
     np.testing.assert_allclose(curves["risk_coverage"]["risk"], found.figures["rmse"] ** 2, rtol=1e-4)
-
-
-def test_a_picture_is_read_again():
-    from PIL import Image
-
-    image = torch.randint(256, (3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    with Image.open(BytesIO(png(image))) as read:
-        np.testing.assert_array_equal(np.asarray(read), image.permute(1, 2, 0))
-        assert read.mode == "RGB"
-    with pytest.raises(DataError, match=r"\(3, H, W\)"):
-        png(image.float())

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from posthoc.errors import FileError
-from posthoc.evaluate.report.records import read_results
-from posthoc.evaluate.report.shapes import read_curves
+from posthoc.evaluate.report.records import read_curves, read_results
 from tests.report_cases import compared, document, write
 
 
@@ -44,6 +43,7 @@ def test_other_files_are_left_out_and_told_of(tmp_path):
         "words.json": json.dumps(document(seed=7, metrics={"nll": "low"})),
         "neither.json": json.dumps({"method": "map", "seed": 0, "task": "regression"}),
         "flag.json": json.dumps(document(seed=True)),
+        "task.json": json.dumps(compared(task=[])),
     }
     for name, content in texts.items():
         (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
@@ -106,6 +106,7 @@ def test_what_was_thrown_together_is_told(tmp_path):
         (document(problem="not a finite number: nll", metrics={"nll": None}), "not a finite number: nll"),
         (document(metrics={"nll": float("nan"), "ece": 0.1}), "not a finite number: nll"),
         (document(metrics={"nll": 10**400}), "not a finite number: nll"),
+        (document(metrics={"nll": 1e308}), "not a finite number: nll"),
         (document(metrics={}), "it has no figures"),
         (compared(nll=None), "not a finite number: nll"),
         (compared(error="out of memory", nll=None), "out of memory"),

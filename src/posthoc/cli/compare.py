@@ -151,12 +151,8 @@ def claim_folder(folder: Path, names: list[str], force: bool, inputs: tuple[str 
 
 def write_tables(comparison: Comparison, folder: Path) -> None:
     """Write the rows so far: a long comparison may be interrupted."""
-    from posthoc.evaluate.report.tables import csv_table, markdown_table
-
-    notes = "".join(f"\n- {note}" for note in comparison.notes())
-    table = markdown_table(comparison.task, comparison.figures)
-    shared.write_text(folder / "table.md", table + (f"{notes}\n" if notes else ""))
-    shared.write_text(folder / "table.csv", csv_table(comparison.figures))
+    shared.write_text(folder / "table.md", comparison.markdown())
+    shared.write_text(folder / "table.csv", comparison.csv())
 
 
 # The fits
@@ -258,7 +254,8 @@ def exit_with_parent() -> None:
 def fit_and_score(trial: Trial) -> tuple[Row, dict[str, Any], list[str]]:
     """A trial's row, its method's configuration, and its warnings."""
     from posthoc.errors import PosthocWarning
-    from posthoc.evaluate import compare, cost
+    from posthoc.evaluate import cost
+    from posthoc.evaluate.compare import trial as run_trial
 
     shared.log_to_stderr()
     data = {role: trial.files.open(role) for role in ("train", "test", "val", "ood")}
@@ -266,7 +263,7 @@ def fit_and_score(trial: Trial) -> tuple[Row, dict[str, Any], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", PosthocWarning)
-        row = compare.trial(
+        row = run_trial(
             trial.name, lambda: shared.build_method(trial.name, trial.task, trial.options, trial.device), **data
         )
     configuration: dict[str, Any] = {"options": trial.options}

@@ -17,9 +17,10 @@ def demo(
     seed: shared.Seed = 0,
 ) -> None:
     """Trains a small network on noisy 1-D data with gaps, puts error bars on it, prints a table and draws a figure."""
-    from posthoc.evaluate.report.figures import error_bar_figure, require_matplotlib
+    from posthoc.evaluate.plots import prediction_bands
+    from posthoc.optional import require
 
-    require_matplotlib()
+    require("matplotlib", "plots", "Drawing the figure")
     shared.require_output(out, force=True)
     import torch
 
@@ -43,5 +44,5 @@ def demo(
     x = torch.linspace(-8.5, 8.5, 500)[:, None]
     panels = [(f"The {name}", method.predict(x)) for name, method in methods.items()]
     points = (torch.cat([train[0], calibration[0]]), torch.cat([train[1], calibration[1]]))
-    error_bar_figure(out, x, panels, points)
+    prediction_bands(out, x, panels, points)
     typer.echo(f"wrote {out}")

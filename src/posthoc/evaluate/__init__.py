@@ -1,1 +1,11 @@
-"""How good predictions are: metrics, comparisons, plots and the report."""
+"""How good predictions are: metrics, scores of a fitted method, comparisons of methods, plots and reports.
+
+`metrics` and `scores` are figures; `evaluate` scores one method, `compare` several; `plots` draws on matplotlib;
+`report` writes a page of results.
+"""
+
+from posthoc.evaluate.compare import Comparison, compare
+from posthoc.evaluate.evaluate import Evaluation, evaluate, score
+from posthoc.evaluate.scores import Scores
+
+__all__ = ["Comparison", "Evaluation", "Scores", "compare", "evaluate", "score"]

@@ -1,8 +1,9 @@
-"""Many methods on one model and the same data: how good each is, and what it costs."""
+"""Several methods on one model and the same data: how good each is, and what it costs."""
 
 from __future__ import annotations
 
 import copy
+import io
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,8 +18,19 @@ from posthoc.collect import opened
 from posthoc.collect.loaders import iterate
 from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs
+from posthoc.display import html_table
 from posthoc.errors import DataError, LayerError, MissingExtraError, OptionError
 from posthoc.evaluate.cost import measured
+from posthoc.evaluate.evaluate import require_ood_task, score
+from posthoc.evaluate.report.tables import (
+    Column,
+    Estimate,
+    columns_for,
+    csv_table,
+    markdown_table,
+    rich_table,
+    written,
+)
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.registry import make_likelihood
 from posthoc.methods import REGISTRY, method_named
@@ -33,14 +45,20 @@ Entry = str | type[Method] | Method | tuple[str | type[Method], Mapping[str, Any
 
 @dataclass(frozen=True)
 class Row:
-    """What there is to say of one method: its figures, or why there are none."""
+    """One method: its figures, or why there are none."""
 
     method: str
     figures: dict[str, float] = field(default_factory=dict)
     """Those of `posthoc.evaluate.scores.Scores`, then `fit_seconds`, `predict_seconds`, and, in bytes, `fit_memory`,
     `predict_memory` and the greater of the two, `peak_memory`."""
+    errors: dict[str, float] = field(default_factory=dict)
+    """The standard errors of metrics over test sets of this size."""
     curves: dict[str, Any] = field(default_factory=dict)
     """Those of `posthoc.evaluate.evaluate.Evaluation.curves`, for a report."""
+    examples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """The rows that a classifier is most and least certain of."""
+    selection: str = ""
+    """What the method chose by itself, in words."""
     error: str | None = None
     applies: bool = True
     """False where the error says that the method is not for these data or this model."""
@@ -49,9 +67,14 @@ class Row:
     """The method itself, to predict with."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
-    """The rows of several methods. `print(comparison)` shows them as a table."""
+    """The rows of several methods. `print(comparison)` shows them as a table.
+
+    Args:
+        task: The likelihood's task.
+        rows: One a method.
+    """
 
     task: str
     rows: tuple[Row, ...]
@@ -64,41 +87,79 @@ class Comparison:
 
     @property
     def figures(self) -> dict[str, dict[str, float]]:
-        """The figures of those that have any, by method."""
+        """The figures of the methods that have any."""
         return {row.method: row.figures for row in self.rows if row.figures}
 
-    def __str__(self) -> str:
-        import io
+    @property
+    def columns(self) -> list[Column]:
+        """The columns of the table."""
+        names = dict.fromkeys(figure for figures in self.figures.values() for figure in figures)
+        return columns_for(names, [name for name in names if name.endswith(("_seconds", "_memory"))])[0]
 
-        from rich.console import Console
+    @property
+    def estimates(self) -> dict[str, dict[str, Estimate]]:
+        """The figures with their standard errors."""
+        return {
+            row.method: {name: Estimate(value, row.errors.get(name)) for name, value in row.figures.items()}
+            for row in self.rows
+            if row.figures
+        }
 
-        text = io.StringIO()
-        self.show(Console(file=text, width=200))
-        return text.getvalue().rstrip()
+    def markdown(self) -> str:
+        """The table as Markdown, the methods without figures below it."""
+        notes = "".join(f"\n- {note}" for note in self.notes())
+        return markdown_table(self.columns, self.estimates) + (f"{notes}\n" if notes else "")
+
+    def csv(self) -> str:
+        """Every figure with all its digits as CSV."""
+        return csv_table(self.estimates)
+
+    def notes(self) -> list[str]:
+        """The methods without figures and why, those with the same reason together."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            if row.error is not None:
+                found.setdefault(("failed" if row.applies else "does not apply", row.error), []).append(row.method)
+        return [f"{', '.join(methods)} ({verdict}): {error}" for (verdict, error), methods in found.items()]
 
     def show(self, console: Any = None, title: str = "") -> None:
-        """Prints the table, and below it whom it is without and why. `console` is one of rich's."""
+        """Prints the table, then the methods without figures and why.
+
+        Args:
+            console: A `rich.console.Console`.
+            title: The table's title.
+        """
         from rich.console import Console
         from rich.markup import escape
-
-        from posthoc.evaluate.report.tables import rich_table
 
         if console is None:
             console = Console()
             if not console.is_terminal:
                 console = Console(width=200)  # a file has room for every column
         if self.figures:
-            console.print(rich_table(self.task, self.figures, title))
+            console.print(rich_table(self.columns, self.estimates, title))
         for note in self.notes():
             console.print(escape(note), highlight=False, soft_wrap=True)
 
-    def notes(self) -> list[str]:
-        """Whom the table is without, and why; those with the same reason together."""
-        found: dict[tuple[str, str], list[str]] = {}
-        for row in self.rows:
-            if row.error is not None:
-                found.setdefault(("failed" if row.applies else "does not apply", row.error), []).append(row.method)
-        return [f"{', '.join(methods)} ({verdict}): {error}" for (verdict, error), methods in found.items()]
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        self.show(Console(file=text, width=200))
+        return text.getvalue().rstrip()
+
+    def __repr__(self) -> str:
+        methods = ", ".join(self.figures)
+        return (
+            f"Comparison({self.task}; {methods or 'no figures'}; {len(self.rows) - len(self.figures)} without figures)"
+        )
+
+    def _repr_html_(self) -> str:
+        columns = {"method": list(self.figures)} | {
+            column.heading: [written(column, row.get(column.figure)) for row in self.estimates.values()]
+            for column in self.columns
+        }
+        return html_table(repr(self), columns, rows=len(self.rows))
 
 
 def compare(
@@ -116,28 +177,45 @@ def compare(
     seed: int = 0,
     progress: bool | None = None,
 ) -> Comparison:
-    """Fits each method on `train`, scores it on `test`, and tells how long that took and how much memory it needed.
-
-    Data are what `fit` takes: a DataLoader, a pair of arrays, `Outputs` (then `model` may be None), or a path. `val` is
-    for methods that stop early or choose something by it; `ood` are data from elsewhere, for a classifier to be unsure
-    of. The `task` is known from the data where it can be.
-
-    `methods` is "all", or names; in their place classes, pairs of a name or a class and its options, and methods made
-    already (which are fitted here). A mapping gives them names of your own. One that fails has its error in its row,
-    and the others go on.
+    """Fits each method on `train`, scores it on `test`, and measures its time and memory.
 
     Times are of a fit, and of the predictions for all of `test`; the network is run in both where the data are not
     `Outputs`. Memory is what was added at the peak, on the GPU if that is where the network or the `device` is.
+
+    Args:
+        model: The network, or None if the data are `Outputs`.
+        train: Data as `fit` takes them: a DataLoader, a pair of arrays, `Outputs`, or a path.
+        test: Data to score on.
+        methods: "all", or names, classes, pairs of a name or a class and its options, and methods made already (which
+            are fitted here). A mapping gives them names of your own.
+        task: A likelihood or its name; by default known from the data where it can be.
+        val: Data for methods that stop early or choose something by them.
+        ood: Out-of-distribution data, for a classifier to detect.
+        layer: The layer whose inputs are the features, as for a method.
+        outputs_are: What a classifier's outputs are, as for a method.
+        device: Where to compute.
+        seed: Of everything random.
+        progress: Whether to show progress.
+
+    Returns:
+        A row a method; one that fails has its error in its row, and the others go on.
+
+    Raises:
+        DataError: If data cannot be read by one method after the other, or targets are missing.
+        OptionError: If a method or its options are unknown.
+
+    Example:
+        >>> data = Outputs(4 * torch.eye(3).repeat(2, 1), torch.tensor([0, 1, 2, 0, 1, 0]))
+        >>> compare(None, data, data, ["map", "temperature"])
+        Comparison(classification; map, temperature; 0 without figures)
     """
-    train, test, val, ood = (reread(name, data) for name, data in
-                             (("train", train), ("test", test), ("val", val), ("ood", ood)))  # fmt: skip
+    train, test, val, ood = reread("train", train), reread("test", test), reread("val", val), reread("ood", ood)
     entries = named(methods)
     made = [entry for entry in entries.values() if isinstance(entry, Method)]
     if task is None and made:
         task = made[0].likelihood.task
     likelihood = make_likelihood(task if task is not None else task_of(model, train))
-    if ood is not None and likelihood.task != "classification":
-        raise OptionError("Out-of-distribution data are for classification: leave them out for regression.")
+    require_ood_task(likelihood.task, ood)
     common = {"layer": layer, "outputs_are": outputs_are, "device": device, "seed": seed, "progress": progress}
 
     def make(entry: Entry) -> Method:
@@ -151,36 +229,38 @@ def compare(
 
     for entry in entries.values():
         if isinstance(entry, tuple):
-            make(entry)  # options that were asked for are wrong now, not in an hour
+            make(entry)  # wrong options are reported before the work
     rows = [trial(name, partial(make, entry), train, test, val, ood) for name, entry in entries.items()]
     return Comparison(likelihood.task, tuple(rows))
 
 
 def trial(name: str, make: Callable[[], Method], train: Any, test: Any, val: Any = None, ood: Any = None) -> Row:
-    """One method made, fitted and scored, whatever becomes of it."""
-    from posthoc.evaluate.evaluate import score
-
+    """One method made, fitted and scored; an error becomes part of its row."""
     try:
         method = make()
-        device = place(method)
+        device = method.device or (method.backbone.device if method.backbone is not None else None)
         with measured(device) as fit:
             method.fit(train, val=val)
         with measured(device) as predict:
             found = score(method, test, ood, device=device)
+        figures = found.figures
     except Exception as error:
         text = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}".rstrip(": ")
         return Row(name, error=text, applies=not isinstance(error, REFUSALS), traceback=traceback.format_exc())
-    figures = {**found.figures, "fit_seconds": fit.seconds, "predict_seconds": found.seconds}
+    figures |= {"fit_seconds": fit.seconds, "predict_seconds": found.seconds}
     memory = {"fit_memory": fit.memory, "predict_memory": predict.memory}
     known = {name: float(size) for name, size in memory.items() if size is not None}
     if known:
         figures |= {**known, "peak_memory": max(known.values())}
-    return Row(name, figures, found.curves(), fitted=method)
-
-
-def place(method: Method) -> torch.device | None:
-    """Where a method computes."""
-    return method.device or (method.backbone.device if method.backbone is not None else None)
+    return Row(
+        name,
+        figures,
+        found.scores.standard_errors(),
+        found.curves(),
+        found.examples(),
+        str(getattr(method, "selection_", None) or ""),
+        fitted=method,
+    )
 
 
 def named(methods: str | Iterable[Entry] | Mapping[str, Entry]) -> dict[str, Entry]:
@@ -195,7 +275,7 @@ def named(methods: str | Iterable[Entry] | Mapping[str, Entry]) -> dict[str, Ent
         if not isinstance(kind, str | Method) and not (isinstance(kind, type) and issubclass(kind, Method)):
             raise OptionError(f"Expected methods by name, by class or as objects, got a {type(kind).__name__}.")
         if isinstance(kind, str):
-            method_named(kind)  # a name that nobody knows is a slip, not a method that does not apply
+            method_named(kind)  # an unknown name is a mistake, not a method that does not apply
         name = kind if isinstance(kind, str) else kind.name
         count = 1 + sum(known.partition(" ")[0] == name for known in entries)
         entries[name if count == 1 else f"{name} {count}"] = entry
@@ -215,7 +295,7 @@ def reread(name: str, data: Any) -> Any:
 
 
 def task_of(model: nn.Module | Callable[..., Any] | None, data: Any) -> str:
-    """What is predicted, from outputs and targets: classes, if the targets are integers and the outputs several."""
+    """The task that outputs and targets show: classification, if targets are integers and the outputs several."""
     if isinstance(data, Outputs):
         outputs, targets = data.outputs, data.targets
     elif model is None:
@@ -228,6 +308,7 @@ def task_of(model: nn.Module | Callable[..., Any] | None, data: Any) -> str:
 
 
 def guess(outputs: Tensor, targets: Tensor | None) -> str:
+    """The task of some outputs and targets, or an error that asks for it."""
     if targets is None:
         raise DataError("Expected targets to fit on: batches (x, y), mappings with labels, Outputs with targets.")
     if targets.is_floating_point():

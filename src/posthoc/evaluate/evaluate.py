@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -81,14 +82,19 @@ class Evaluation:
     def curves(self) -> dict[str, Curve]:
         """What a report draws, in types that JSON knows: those of `reliability`, `entropy`, `risk_coverage`,
         `calibration` and `error_bars` that apply to the task."""
-        found: dict[str, Curve | None] = {
-            "reliability": reliability(*map(self.scores.column, (m.confidence, m.hit))),
-            "entropy": self._entropies(),
-            "risk_coverage": risk_coverage(*map(self.scores.column, (m.default_uncertainty, m.default_loss))),
-            "calibration": calibration(self.scores.column(m.probability_below)),
-            "error_bars": self._intervals(),
+        makers: dict[str, tuple[Callable[..., Curve], tuple[m.Score, ...]]] = {
+            "reliability": (reliability, (m.confidence, m.hit)),
+            "entropy": (self._entropies, (m.confidence, m.default_uncertainty)),
+            "risk_coverage": (risk_coverage, (m.default_uncertainty, m.default_loss)),
+            "calibration": (calibration, (m.probability_below,)),
+            "error_bars": (shown_intervals, (details, m.probability_below)),
         }
-        return {name: curve for name, curve in found.items() if curve is not None}
+        found = {}
+        for name, (make, needed) in makers.items():
+            columns = [column for column in map(self.scores.column, needed) if column is not None]
+            if len(columns) == len(needed):
+                found[name] = make(*columns)
+        return found
 
     def examples(self, count: int = 8) -> dict[str, list[dict[str, Any]]]:
         """The rows a classifier is most and least certain of: row, target, predicted class, probability, entropy."""
@@ -106,10 +112,7 @@ class Evaluation:
         groups = {"most_certain": order[:count], "least_certain": order[::-1][:count]}
         return {name: [example(row) for row in rows] for name, rows in groups.items()}
 
-    def _entropies(self) -> Curve | None:
-        entropy = self.scores.column(m.default_uncertainty)
-        if entropy is None or not self.classes:
-            return None
+    def _entropies(self, confidence: Tensor, entropy: Tensor) -> Curve:
         top = math.log(max(self.classes, 2))
         edges, counts = m.histogram(entropy, top, ENTROPY_BINS)
         curve: Curve = {"edges": edges.tolist(), "in": (counts / len(entropy)).tolist()}
@@ -117,14 +120,6 @@ class Evaluation:
         if outside is not None:
             curve["out"] = (m.histogram(outside, top, ENTROPY_BINS)[1].double() / len(outside)).tolist()
         return curve
-
-    def _intervals(self) -> Curve | None:
-        shown = self.scores.column(details)
-        if shown is None or self.scores.column(m.probability_below) is None:
-            return None
-        rows = shown.reshape(-1, 4)
-        chosen = rows[torch.linspace(0, len(rows) - 1, min(INTERVALS, len(rows))).long()]
-        return dict(zip(("target", "mean", "low", "high"), chosen.T.tolist(), strict=True))
 
 
 def score(method: Method, test: Any, ood: Any = None, *, device: torch.device | None = None) -> Evaluation:
@@ -174,12 +169,10 @@ def details(pred: Predictive, y: Any) -> Tensor:  # (N, 2) or (N, ..., 4) or (N,
 # Curves.
 
 
-def reliability(confidence: Tensor | None, hits: Tensor | None) -> Curve | None:
+def reliability(confidence: Tensor, hits: Tensor, bins: int = CONFIDENCE_BINS) -> Curve:
     """Mean confidence and accuracy in bins of equal width (None in an empty bin), the share and the number of points
     in each."""
-    if confidence is None or hits is None:
-        return None
-    found = confidence_bins(confidence, hits, CONFIDENCE_BINS)
+    found = confidence_bins(confidence, hits, bins)
 
     def means(total: Tensor) -> list[float | None]:
         return [float(t / n) if n else None for t, n in zip(total, found.points, strict=True)]
@@ -192,20 +185,23 @@ def reliability(confidence: Tensor | None, hits: Tensor | None) -> Curve | None:
     }
 
 
-def risk_coverage(uncertainty: Tensor | None, loss: Tensor | None) -> Curve | None:
+def risk_coverage(uncertainty: Tensor, loss: Tensor) -> Curve:
     """The mean loss of the points that are kept when the most uncertain are withheld."""
-    if uncertainty is None or loss is None:
-        return None
     risk = m.selective_risk(uncertainty, loss)
     kept = (torch.arange(1, COVERAGES + 1, dtype=torch.float64) * len(risk) / COVERAGES).ceil().long()
     return {"coverage": (kept / len(risk)).tolist(), "risk": risk[kept - 1].tolist()}
 
 
-def calibration(below: Tensor | None) -> Curve | None:
+def calibration(below: Tensor) -> Curve:
     """The share of targets inside central intervals, by nominal level."""
-    if below is None:
-        return None
     level = (2.0 * below - 1.0).abs().reshape(-1).sort().values
     nominal = torch.arange(1, LEVELS + 1, dtype=torch.float64) / (LEVELS + 1)
     found = torch.searchsorted(level, nominal, right=True).double() / len(level)
     return {"level": nominal.tolist(), "coverage": found.tolist()}
+
+
+def shown_intervals(shown: Tensor, below: Tensor) -> Curve:
+    """Target, mean and the ends of the interval of rows that are evenly spread over all."""
+    rows = shown.reshape(-1, 4)
+    chosen = rows[torch.linspace(0, len(rows) - 1, min(INTERVALS, len(rows))).long()]
+    return dict(zip(("target", "mean", "low", "high"), chosen.T.tolist(), strict=True))

@@ -53,12 +53,6 @@ METRICS: dict[str, Metric] = {
 }
 """Metrics by name; `Likelihood.metrics` names those of a task."""
 
-TASKS = {
-    "classification": ("nll", "accuracy", "ece", "brier", "aurc", "ood_auc", "ood_fpr95"),
-    "regression": (
-        *("nll", "rmse", "mae", "crps", "cqm", "coverage_50", "coverage_90", "coverage_95", "width_90", "aurc"),
-    ),
-}
 RESAMPLES, RESAMPLED_ROWS = 100, 10_000
 """Of the bootstrap; of more rows, so many are resampled and the error is scaled to the number of all."""
 
@@ -87,8 +81,7 @@ class Scores:
 
     def __init__(self, task: str | Likelihood, keep: Sequence[m.Score] = ()) -> None:
         likelihood = make_likelihood(task)
-        metrics: Any = getattr(likelihood, "metrics", lambda: TASKS[likelihood.task])
-        named: Sequence[str | m.Score] = metrics()
+        named: Sequence[str | m.Score] = likelihood.metrics()
         self.task = likelihood.task
         self.metrics: dict[str, Metric] = {
             **{name: METRICS[name] for name in named if isinstance(name, str)},

@@ -1,320 +1,357 @@
-"""The charts of a case: all methods as lines where they can be told apart, else a panel a method, to one scale."""
+"""The charts of a case as SVG: all methods as lines where lines can be told apart, else one small chart a method."""
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
-from posthoc.evaluate.report.aggregates import FURTHER, MEASURES
-from posthoc.evaluate.report.markup import element, text
-from posthoc.evaluate.report.pooling import mean_curve, mean_lines, pooled_reliability
-from posthoc.evaluate.report.shapes import Curve
-from posthoc.evaluate.report.summary import CaseSummary, MethodSummary
-from posthoc.evaluate.report.svg import (
-    COLOURS,
-    Frame,
-    Points,
-    area,
-    dots,
-    marks,
-    polyline,
-    segments,
-    series_class,
-    swatch,
-    ticks,
-)
+from markupsafe import Markup
 
-__all__ = ["charts_of"]
+from posthoc.evaluate import plots
+from posthoc.evaluate.report.records import Curve
+from posthoc.evaluate.report.tables import CaseSummary, MethodSummary, decimals, estimate, title_of
+from posthoc.optional import require
 
-UNIT = (0.0, 1.0)
-HALVES = (0.0, 0.5, 1.0)
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Block", "Chart", "Charts"]
+
+STYLE = {
+    "font.size": 9,
+    "axes.edgecolor": plots.SOFT,
+    "axes.labelcolor": plots.SOFT,
+    "xtick.color": plots.SOFT,
+    "ytick.color": plots.SOFT,
+    "text.color": plots.INK,
+    "axes.linewidth": 0.6,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": plots.RULE,
+    "grid.linewidth": 0.7,
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "svg.hashsalt": "posthoc",
+}
+VARIABLES = {
+    **{color: f"var(--s{index})" for index, color in enumerate(plots.COLORS)},
+    plots.INK: "var(--ink)",
+    plots.SOFT: "var(--soft)",
+    plots.RULE: "var(--rule)",
+    "#000000": "var(--soft)",
+    "#ffffff": "var(--card)",
+}
+"""Colors of charts as variables of the style sheet, which has others for dark mode."""
+INCH = 72
 HEADROOM = 0.6
-"""How far beyond the data the panels of bands reach, in units of the data's range: bands that leave them are cut."""
+"""How far charts of bands reach beyond the data, in units of the data's range; bands that leave them are cut."""
+
+HINTS = {
+    "reliability": (
+        "Reliability",
+        "How often the predicted class is the true one, by the confidence of the prediction. On the diagonal the two "
+        "agree; below it the method is overconfident. Bars are two standard errors, bins of few rows are gray dots, "
+        "columns show the share of rows.",
+    ),
+    "entropy": (
+        "Entropy",
+        "How uncertain the predictions are. Filled: test data. Line: data from elsewhere, which should be more "
+        "uncertain. Heights grow with the square root of the share.",
+    ),
+    "error_bars": (
+        "Intervals",
+        "A sample of test rows of the first seed with their 90 % intervals. Intervals that hold the target cross the "
+        "diagonal; the others are orange with a dot.",
+    ),
+    "band": ("Predictions", "The mean, the 90 % interval shaded, the data as dots; the first seed."),
+}
 
 
 @dataclass(frozen=True)
-class Line:
-    """A method's line in a chart of all."""
+class Chart:
+    """One chart: its heading, a figure of what it shows, and the SVG's parts."""
 
-    index: int
     title: str
-    x: list[float]
-    y: list[float]
-    error: list[float] | None = None
+    note: str
+    label: str
+    """What it shows, for those who listen to the page."""
+    viewbox: str
+    body: Markup
 
 
-def charts_of(case: CaseSummary, numbers: Mapping[str, int]) -> str:
-    """Every chart there are curves for. `numbers` are those of the methods, by which their lines look the same in every
-    chart of an experiment."""
-    together = [*lines_along(case, numbers), *calibration(case, numbers), *risk_coverage(case, numbers)]
+@dataclass(frozen=True)
+class Block:
+    """Charts under one heading."""
+
+    heading: str
+    hint: str
+    charts: list[Chart]
+    kind: str = "panels"
+    legend: Sequence[tuple[int, str, Chart]] = ()
+
+
+class Charts:
+    """Draws the charts of one page; ids are unique within it."""
+
+    def __init__(self) -> None:
+        self._drawn = 0
+        self._matplotlib = require("matplotlib", "plots", "Drawing the charts of a report")
+
+    def of(self, case: CaseSummary, numbers: Mapping[str, int]) -> list[Block]:
+        """Every block of charts that there are curves for. `numbers` are those of the methods, whose lines look the
+        same in all charts of an experiment."""
+        blocks = []
+        if lines := [*self._along(case, numbers), *self._over_methods(case, numbers)]:
+            drawn = [method for method in case.methods if any(run.curves or run.lines for run in method.counted)]
+            legend = [(numbers[each.method], each.title, self._swatch(numbers[each.method])) for each in drawn]
+            blocks.append(Block("All methods", "Pick a method to follow it.", lines, "plots", legend))
+        for name, (heading, hint) in HINTS.items():
+            having = [(method, curves) for method in case.methods if (curves := curves_of(method, name))]
+            if having:
+                panels = list(getattr(self, f"_{name}")(having))
+                blocks.append(Block(heading, hint, panels, "panels wide" if name == "band" else "panels"))
+        return blocks
+
+    def _along(self, case: CaseSummary, numbers: Mapping[str, int]) -> Iterable[Chart]:
+        """Figures along rotations, severities or whatever else: a chart a figure."""
+        runs = [run for method in case.methods for run in method.counted]
+        wanted = [(name, column) for run in runs for name, curve in run.lines.items() for column in curve]
+        for name, column in (each for each in dict.fromkeys(wanted) if each[1] != "x"):
+            lines = []
+            for method in case.methods:
+                if curves := [run.lines[name] for run in method.counted if column in run.lines.get(name, {})]:
+                    lines.append((method, mean_lines(curves, column)))
+            title = title_of(column)
+            yield self._lines(f"{title} by {name}", lines, numbers, ("x", "mean", "error"), (name, title))
+
+    def _over_methods(self, case: CaseSummary, numbers: Mapping[str, int]) -> Iterable[Chart]:
+        """Coverage by level, and risk by coverage."""
+
+        def of(name: str, *columns: str) -> list[tuple[MethodSummary, Curve]]:
+            having = [(method, curves_of(method, name)) for method in case.methods]
+            return [(method, mean_curve(curves, *columns)) for method, curves in having if curves]
+
+        if lines := of("calibration", "level", "coverage"):
+            labels = ("promised coverage", "actual coverage")
+            yield self._lines("Coverage of intervals", lines, numbers, ("level", "coverage"), labels, unit=True)
+        if lines := of("risk_coverage", "coverage", "risk"):
+            risk = "error rate" if case.task == "classification" else "mean squared error"
+            labels = ("share of rows kept, the most certain first", risk)
+            yield self._lines("Risk and coverage", lines, numbers, ("coverage", "risk"), labels)
+
+    def _lines(
+        self,
+        title: str,
+        lines: list[tuple[MethodSummary, Curve]],
+        numbers: Mapping[str, int],
+        columns: tuple[str, ...],
+        labels: tuple[str, str],
+        *,
+        unit: bool = False,
+    ) -> Chart:
+        def draw(ax: Axes) -> None:
+            for method, curve in lines:
+                plots.draw_line(ax, numbers[method.method], *(curve[name] for name in columns))
+            ax.set(xlabel=labels[0], ylabel=labels[1])
+            if unit:
+                ax.plot([0, 1], [0, 1], color=plots.SOFT, linestyle="dashed", linewidth=1)
+                ax.set(xlim=(0, 1), ylim=(0, 1))
+            elif columns[0] == "coverage":  # the risk of the first few rows is noise that would set the scale
+                ax.set_ylim(plots.range_of(y for _, curve in lines for y in curve["risk"][len(curve["risk"]) // 10 :]))
+
+        label = f"{title}. A line for each of {', '.join(method.title for method, _ in lines)}; "
+        return self._chart(title, "", f"{label}{labels[1]} against {labels[0]}.", (4.4, 2.9), draw, fitted=True)
+
+    def _swatch(self, number: int) -> Chart:
+        def draw(ax: Axes) -> None:
+            plots.draw_line(ax, number, (0.0, 0.5, 1.0), (0.0, 0.0, 0.0))
+            ax.lines[0].set_markevery([1])
+            ax.set(xlim=(-0.1, 1.1), ylim=(-1, 1))
+            ax.axis("off")
+
+        return self._chart("", "", "", (34 / INCH, 14 / INCH), draw, margins=(0, 0, 1, 1))
+
+    def _reliability(self, having: list[tuple[MethodSummary, list[Curve]]]) -> Iterable[Chart]:
+        for method, curves in having:
+            pooled = pooled_reliability(curves)
+            yield self._panel(
+                method, "Reliability", noted(method, "ece"), partial(plots.draw_reliability, curve=pooled)
+            )
+
+    def _entropy(self, having: list[tuple[MethodSummary, list[Curve]]]) -> Iterable[Chart]:
+        means = []
+        for method, curves in having:
+            columns = ("in", "out") if all("out" in curve for curve in curves) else ("in",)
+            means.append((method, mean_curve(curves, "edges", *columns)))
+        top = max(v for _, mean in means for name in ("in", "out") for v in mean.get(name, []) if math.isfinite(v))
+
+        def draw(ax: Axes, curve: Curve) -> None:
+            plots.draw_entropy(ax, curve, top)
+            ax.set_ylabel("")  # the ticks need the room on a phone
+
+        for method, mean in means:
+            yield self._panel(method, "Entropy", noted(method, "ood_auc"), partial(draw, curve=mean))
+
+    def _error_bars(self, having: list[tuple[MethodSummary, list[Curve]]]) -> Iterable[Chart]:
+        # The intervals of a very uncertain method would flatten all others: targets and means set the scale.
+        span = plots.range_of(v for _, curves in having for name in ("target", "mean") for v in curves[0][name])
+        for method, curves in having:
+            rows = zip(*(curves[0][name] for name in ("target", "low", "high")), strict=True)
+            known = [row for row in rows if all(map(math.isfinite, row))]
+            note = f"{sum(low <= target <= high for target, low, high in known)} of {len(known)} hold"
+            yield self._panel(method, "Intervals", note, partial(plots.draw_intervals, curve=curves[0], span=span))
+
+    def _band(self, having: list[tuple[MethodSummary, list[Curve]]]) -> Iterable[Chart]:
+        first = [curves[0] for _, curves in having]
+        low, high = plots.range_of((y for curve in first for y in curve.get("points_y", curve["mean"])), HEADROOM)
+
+        def draw(ax: Axes, curve: Curve) -> None:
+            plots.draw_band(ax, curve)
+            ax.set_ylim(low, high)
+
+        for method, curves in having:
+            yield self._panel(method, "Prediction", noted(method, "nll"), partial(draw, curve=curves[0]), (4.2, 2.9))
+
+    def _panel(
+        self,
+        method: MethodSummary,
+        what: str,
+        note: str,
+        draw: Callable[[Axes], Any],
+        size: tuple[float, float] = (3.0, 2.8),
+    ) -> Chart:
+        return self._chart(method.title, note, f"{what}: {method.title}. {note}", size, draw)
+
+    def _chart(
+        self,
+        title: str,
+        note: str,
+        label: str,
+        size: tuple[float, float],
+        draw: Callable[[Axes], Any],
+        *,
+        fitted: bool = False,
+        margins: tuple[float, float, float, float] = (0.23, 0.17, 0.95, 0.96),
+    ) -> Chart:
+        """A chart of a size in inches. `fitted` gives labels the room they need, which takes longer than margins."""
+        from matplotlib.figure import Figure
+
+        self._drawn += 1
+        with self._matplotlib.rc_context(STYLE):
+            figure = Figure(figsize=size, layout="constrained" if fitted else None, facecolor="none")
+            ax = figure.add_subplot(facecolor="none")
+            if not fitted:
+                figure.subplots_adjust(*margins)
+            plots.bare(ax)
+            draw(ax)
+            file = io.StringIO()
+            figure.savefig(file, format="svg", metadata={"Date": None})
+        viewbox, body = inline(file.getvalue(), f"c{self._drawn}")
+        return Chart(title, note, label, viewbox, body)
+
+
+def inline(svg: str, prefix: str) -> tuple[str, Markup]:
+    """The viewBox and the content of an SVG file, ready to stand in a page.
+
+    Styles become attributes, which the page's policy allows; colors become variables of the style sheet; ids get a
+    prefix; groups `series-N` get a class and their number.
+    """
+    root = ElementTree.fromstring(svg)
     parts = []
-    if together:
-        drawn = [method for method in case.methods if any(run.curves or run.lines for run in method.counted)]
-        parts.append(
-            block("All methods", "Pick a method to follow it.", legend(drawn, numbers) + grid("plots", together))
-        )
-    return "".join((*parts, *panels(case)))
+    for child in root:  # but for metadata, and definitions of a style that the page has itself
+        if child.tag.endswith("}g") or child.find(".//{*}clipPath") is not None:
+            for element in child.iter():
+                tidy(element, prefix)
+            parts.append(ElementTree.tostring(child, encoding="unicode"))
+    return root.attrib["viewBox"], Markup("".join(parts))  # ElementTree has escaped all text
 
 
-def panels(case: CaseSummary) -> Iterable[str]:
-    """The blocks of one panel a method."""
-    for name, draw, heading, hint in (
-        (
-            "reliability",
-            reliability,
-            "Reliability",
-            "How often the said class is the true one, by how sure the method says it is. On the diagonal the two "
-            "agree; below it the method is too sure. Bars: the share of points.",
-        ),
-        (
-            "entropy",
-            entropies,
-            "Entropy",
-            "How unsure the predictions are. Filled: test data; thick line: data from elsewhere, which a method should "
-            "be less sure of. Heights grow with the square root of the share.",
-        ),
-        (
-            "error_bars",
-            error_bars,
-            "Error bars",
-            "A sample of test points of the first seed, each with its 90 % interval. Intervals that hold the truth "
-            "cross the diagonal; those that miss it stand out and carry a dot.",
-        ),
-        ("band", bands, "Predictions", "The mean, the 90 % interval shaded, the data as dots; the first seed."),
-    ):
-        drawn = [(method, curves) for method in case.methods if (curves := curves_of(method, name))]
-        if drawn:
-            yield block(heading, hint, grid("panels wide" if name == "band" else "panels", draw(drawn)))
+def tidy(element: ElementTree.Element, prefix: str) -> None:
+    """One element of an SVG as `inline` wants it."""
+    element.tag = element.tag.rpartition("}")[2]
+    element.tail = None
+    if element.text is not None and not element.text.strip():
+        element.text = None
+    attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
+    for declaration in attributes.pop("style", "").split(";"):
+        name, _, value = declaration.partition(":")
+        if name.strip() not in ("", "font-family", "font"):
+            attributes[name.strip()] = VARIABLES.get(value.strip(), value.strip())
+    if "d" in attributes:
+        attributes["d"] = " ".join(attributes["d"].split())
+    name = attributes.pop("id", "")
+    if name.startswith("series-"):
+        attributes |= {"class": "series", "data-m": name.removeprefix("series-")}
+    elif re.fullmatch(r"[mpC]\w*[0-9a-f]{6,}\w*", name):  # markers and clip paths are referred to, groups are not
+        attributes["id"] = f"{prefix}-{name}"
+    for key in ("href", "clip-path"):
+        if key in attributes:
+            attributes[key] = attributes[key].replace("#", f"#{prefix}-")
+    element.attrib.clear()
+    element.attrib.update(attributes)
+
+
+def noted(method: MethodSummary, figure: str) -> str:
+    found = method.estimates.get(figure)
+    return f"{title_of(figure)} {decimals(found.mean)}" if found else ""
+
+
+# Curves of several seeds as one.
 
 
 def curves_of(method: MethodSummary, name: str) -> list[Curve]:
     return [run.curves[name] for run in method.counted if name in run.curves]
 
 
-Drawn = list[tuple[MethodSummary, list[Curve]]]
+def mean(values: Sequence[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return math.fsum(known) / len(known) if known else math.nan
 
 
-def lines_along(case: CaseSummary, numbers: Mapping[str, int]) -> Iterable[str]:
-    """Figures along rotations, severities or whatever else: a chart a figure."""
-    wanted = dict.fromkeys(
-        (name, column)
-        for method in case.methods
-        for run in method.counted
-        for name, curve in run.lines.items()
-        for column in curve
-        if column != "x"
-    )
-    titles = {measure.figure: measure.title for measure in (*MEASURES[case.task], *FURTHER)}
-    for name, column in wanted:
-        lines = []
-        for method in case.methods:
-            if curves := [run.lines[name] for run in method.counted if column in run.lines.get(name, {})]:
-                mean = mean_lines(curves, column)
-                lines.append(Line(numbers[method.method], method.title, mean["x"], mean["mean"], error=mean["error"]))
-        title = titles.get(column, column.replace("_", " "))
-        yield line_chart(f"{title} by {name}", lines, name, title)
+def mean_curve(curves: Sequence[Curve], along: str, *columns: str) -> Curve:
+    """The mean of each column over the curves that are along the same places as the first."""
+    alike = [curve for curve in curves if curve[along] == curves[0][along]]
+    return {along: alike[0][along]} | {
+        column: [mean(values) for values in zip(*(curve[column] for curve in alike), strict=True)]
+        for column in columns
+        if all(column in curve for curve in alike)
+    }
 
 
-def calibration(case: CaseSummary, numbers: Mapping[str, int]) -> Iterable[str]:
-    """The share of targets inside intervals against what was promised."""
-    lines = [
-        Line(numbers[method.method], method.title, mean["level"], mean["coverage"])
-        for method in case.methods
-        if (curves := curves_of(method, "calibration"))
-        for mean in [mean_curve(curves, "level", "coverage")]
-    ]
-    if lines:
-        yield line_chart("Calibration", lines, "promised coverage", "found coverage", unit=True, diagonal=True)
+def mean_lines(curves: Sequence[Curve], column: str) -> Curve:
+    """`x`, and the mean and the standard error (0 of one run) of a column there."""
+    alike = [curve for curve in curves if column in curve and curve["x"] == curves[0]["x"]]
+    found: Curve = {"x": curves[0]["x"], "mean": [], "error": []}
+    for values in zip(*(curve[column] for curve in alike), strict=True):
+        known = [value for value in values if math.isfinite(value)]
+        at = estimate(known) if known else None
+        found["mean"].append(at.mean if at else math.nan)
+        found["error"].append((at.error or 0.0) if at else math.nan)
+    return found
 
 
-def risk_coverage(case: CaseSummary, numbers: Mapping[str, int]) -> Iterable[str]:
-    """The risk that remains when the most uncertain are let go."""
-    lines = [
-        Line(numbers[method.method], method.title, mean["coverage"], mean["risk"])
-        for method in case.methods
-        if (curves := curves_of(method, "risk_coverage"))
-        for mean in [mean_curve(curves, "coverage", "risk")]
-    ]
-    if lines:
-        risk = "error rate" if case.task == "classification" else "mean squared error"
-        yield line_chart("Risk and coverage", lines, "share of points kept, the surest first", risk, from_zero=True)
-
-
-def line_chart(
-    title: str,
-    lines: list[Line],
-    x_label: str,
-    y_label: str,
-    *,
-    unit: bool = False,
-    diagonal: bool = False,
-    from_zero: bool = False,
-) -> str:
-    """A chart of several methods; standard errors are bars, where there are any."""
-    xs = [x for line in lines for x in line.x]
-    reach = [
-        y + side * error
-        for line in lines
-        for y, error in zip(line.y, line.error or [0.0] * len(line.y), strict=True)
-        for side in (-1.0, 1.0)
-    ]
-    y = UNIT if unit else padded(reach, from_zero=from_zero)
-    wide = any(abs(end) >= 1e4 or 0 < abs(end) < 0.01 for end in y)
-    x = (0.0, 1.0) if unit or from_zero else padded(xs, 0.0)
-    frame = Frame(x, y, x_label, y_label, left=58 if wide else 50)
-    body = polyline(frame.place(UNIT, UNIT), "diagonal") if diagonal else ""
-    for line in lines:
-        points = frame.place(line.x, line.y)
-        drawn = polyline(points, f"line {series_class(line.index)}", line.title)
-        spans = (
-            frame.place((x, x), (y - error, y + error))
-            for x, y, error in zip(line.x, line.y, line.error or (), strict=False)
-            if error > 0
-        )
-        bars = segments(spans, f"bar s{line.index % COLOURS}")
-        every = max(1, math.ceil(len(points) / 6))
-        body += element("g", drawn + bars + marks(points, line.index, every), class_="series", data_m=line.index)
-    said = f"A line for each of {', '.join(line.title for line in lines)}; {y_label} against {x_label}."
-    return element("figure", element("figcaption", text(title)) + frame.svg(body, title, said), class_="plot")
-
-
-def reliability(drawn: Drawn) -> Iterable[str]:
-    for method, curves in drawn:
-        pooled = pooled_reliability(curves)
-        frame = Frame(UNIT, UNIT, "confidence", "accuracy", 220, 204, left=54, x_ticks=HALVES, y_ticks=HALVES)
-        bins = len(pooled["share"])
-        bars = "".join(
-            area(frame.place((i / bins, i / bins, (i + 1) / bins, (i + 1) / bins), (0, share, share, 0)), "share")
-            for i, share in enumerate(pooled["share"])
-            if share > 0
-        )
-        points = frame.place(pooled["confidence"], pooled["accuracy"])
-        pairs = zip(pooled["confidence"], pooled["accuracy"], strict=True)
-        gaps = segments((frame.place((sure, sure), (sure, right)) for sure, right in pairs), "gap")
-        body = (
-            bars + polyline(frame.place(UNIT, UNIT), "diagonal") + gaps + polyline(points, "main") + dots(points, "dot")
-        )
-        yield panel(method, frame, body, "Reliability", "ece", "ECE", "{:.4f}".format)
-
-
-def entropies(drawn: Drawn) -> Iterable[str]:
-    means = [
-        (method, mean_curve(curves, "edges", *(("in", "out") if all("out" in c for c in curves) else ("in",))))
-        for method, curves in drawn
-    ]
-    top = max(
-        (share for _, mean in means for name in ("in", "out") for share in finite(mean.get(name, []))), default=1.0
-    )
-    for method, mean in means:
-        edges = mean["edges"]
-        levels = tuple(level for level in (0.01, 0.1, 0.5, 1.0) if level <= 1.05 * top) or (0.0,)
-        frame = Frame(
-            (edges[0], edges[-1]), (0.0, 1.05 * top), "entropy, nats", "share of points", 220, 204, left=54,
-            percent_y=True, root_y=True, y_ticks=levels,
-        )  # fmt: skip
-        body = area(frame.place(*steps(edges, mean["in"])), "inside")
-        body += polyline(frame.place(*steps(edges, mean["out"])), "outside") if "out" in mean else ""
-        yield panel(method, frame, body, "Entropy", "ood_auc", "OOD AUC", "{:.4f}".format)
-
-
-def steps(edges: list[float], shares: list[float]) -> tuple[list[float], list[float]]:
-    """The outline of a histogram."""
-    xs = [edges[0], *(edge for pair in pairwise(edges) for edge in pair), edges[-1]]
-    heights = [0.0 if math.isnan(share) else share for share in shares]
-    return xs, [0.0, *(height for share in heights for height in (share, share)), 0.0]
-
-
-def error_bars(drawn: Drawn) -> Iterable[str]:
-    # What a very unsure method says would make all others flat: the scale follows from targets and means.
-    scale = padded(value for _, curves in drawn for name in ("target", "mean") for value in curves[0][name])
-    for method, curves in drawn:
-        curve = curves[0]
-        frame = Frame(scale, scale, "target", "prediction", 220, 204, left=54, x_ticks=tuple(ticks(*scale, 4)))
-        hit: list[Points] = []
-        missed: list[Points] = []
-        ends: list[tuple[float, float]] = []
-        for target, mean, low, high in zip(*(curve[name] for name in ("target", "mean", "low", "high")), strict=True):
-            if not all(map(math.isfinite, (target, mean, low, high))):
-                continue
-            bar = frame.place((target, target), (low, high))
-            (hit if low <= target <= high else missed).append(bar)
-            if not low <= target <= high:
-                ends += frame.place((target,), (mean,))
-        body = polyline(frame.place(scale, scale), "diagonal")
-        body += segments(hit, "held") + segments(missed, "missed") + dots(ends, "miss")
-        total = len(hit) + len(missed)
-        yield panel(
-            method, frame, body, f"Error bars, {len(hit)} of {total} hold the truth", note=f"{len(hit)} of {total} hold"
-        )
-
-
-def bands(drawn: Drawn) -> Iterable[str]:
-    first = [curves[0] for _, curves in drawn]
-    ys = finite(y for curve in first for y in curve.get("points_y", curve["mean"]))
-    room = HEADROOM * (max(ys) - min(ys) or 1.0)
-    across = padded((x for curve in first for x in curve["x"]), 0.0)
-    for method, curves in drawn:
-        curve = curves[0]
-        frame = Frame(across, (min(ys) - room, max(ys) + room), "x", "y", 300, 210)
-        outline = frame.place(curve["x"], curve["high"]) + frame.place(curve["x"], curve["low"])[::-1]
-        body = area(outline, "band") + dots(frame.place(curve.get("points_x", []), curve.get("points_y", [])), "datum")
-        body += polyline(frame.place(curve["x"], curve["mean"]), "ink")
-        yield panel(method, frame, body, "Prediction", "nll", "NLL", "{:.4f}".format)
-
-
-def panel(
-    method: MethodSummary,
-    frame: Frame,
-    body: str,
-    what: str,
-    figure: str = "",
-    called: str = "",
-    write: Callable[[float], str] = str,
-    note: str = "",
-) -> str:
-    """One method's chart, with its figure of what is seen there."""
-    if figure in method.estimates:
-        note = f"{called} {write(method.estimates[figure].mean)}"
-    caption = element("b", text(method.title)) + (element("span", text(note)) if note else "")
-    chart = frame.svg(body, f"{what}: {method.title}", note)
-    return element("figure", element("figcaption", caption) + chart, class_="panel")
-
-
-def legend(methods: Iterable[MethodSummary], numbers: Mapping[str, int]) -> str:
-    """The methods and how their lines look; each is a button that brings its line out."""
-    entries = (
-        element(
-            "button",
-            swatch(numbers[method.method]) + text(method.title),
-            type="button",
-            aria_pressed="false",
-            data_m=numbers[method.method],
-        )
-        for method in methods
-    )
-    return element("div", "".join(entries), class_="legend", role="group", aria_label="Methods")
-
-
-def block(heading: str, hint: str, content: str) -> str:
-    head = element("h4", text(heading)) + element("p", text(hint), class_="hint")
-    return element("section", head + content, class_="block")
-
-
-def grid(class_: str, items: Iterable[str]) -> str:
-    return element("div", "".join(items), class_=class_)
-
-
-def finite(values: Iterable[float]) -> list[float]:
-    return [value for value in values if math.isfinite(value)]
-
-
-def padded(values: Iterable[float], share: float = 0.05, *, from_zero: bool = False) -> tuple[float, float]:
-    """The range of values with some room around it."""
-    known = finite(values) or [0.0, 1.0]
-    low, high = (min(0.0, min(known)) if from_zero else min(known)), max(known)
-    if not high > low:
-        return low - 0.5, high + 0.5
-    room = share * (high - low)
-    return (low if from_zero else low - room), high + room
+def pooled_reliability(curves: Sequence[Curve]) -> Curve:
+    """The bins of all seeds together, weighted by the share of points each holds. Counts are averaged: the seeds share
+    their test rows."""
+    bins = len(curves[0]["share"])
+    alike = [curve for curve in curves if len(curve["share"]) == bins]
+    pooled: Curve = {"confidence": [], "accuracy": [], "share": []}
+    for i in range(bins):
+        rows = [(c["share"][i], c["confidence"][i], c["accuracy"][i]) for c in alike]
+        held = [row for row in rows if all(map(math.isfinite, row)) and row[0] > 0]
+        weight = sum(share for share, _, _ in held)
+        pooled["share"].append(weight / len(alike))
+        for name, which in (("confidence", 1), ("accuracy", 2)):
+            pooled[name].append(sum(row[0] * row[which] for row in held) / weight if held else math.nan)
+    if all("count" in curve for curve in alike):
+        pooled["count"] = [mean(column) for column in zip(*(curve["count"] for curve in alike), strict=True)]
+    return pooled

@@ -1,40 +1,40 @@
-"""Tables of figures, a row a method, the best and second best of each column marked."""
+"""Columns of figures, means over seeds with their errors, the best and second best of each column, and tables."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from posthoc.errors import OptionError
+from posthoc.evaluate.report.records import Record
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Column", "columns_of", "csv_table", "markdown_table", "places", "rich_table"]
+__all__ = [
+    "COLUMNS",
+    "CaseSummary",
+    "Column",
+    "Estimate",
+    "ExperimentSummary",
+    "MethodSummary",
+    "columns_of",
+    "csv_table",
+    "estimate",
+    "markdown_table",
+    "natural",
+    "places_of",
+    "rich_table",
+    "spread",
+    "summarize",
+    "written",
+]
 
-Figures = Mapping[str, Mapping[str, float]]
-"""Figures by name, of methods by name."""
-MARKS = {1: "¹", 2: "²", None: ""}
-KEY = "¹ best, ² second best"
-
-
-@dataclass(frozen=True)
-class Column:
-    """A figure, how it is called and written, and which way it is better."""
-
-    figure: str
-    title: str
-    better: Literal["low", "high"]
-    write: Callable[[float], str]
-
-    @property
-    def heading(self) -> str:
-        """With an arrow to where it is better."""
-        return f"{self.title} {'↑' if self.better == 'high' else '↓'}"
+LOW, HIGH = -math.inf, math.inf
 
 
 def decimals(value: float) -> str:
@@ -42,7 +42,7 @@ def decimals(value: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Four significant ones, for figures in the user's units; no exponent that can be done without."""
+    """Four significant digits, for figures in the user's units; an exponent only for the very large and small."""
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:#.4g}"
 
 
@@ -54,95 +54,406 @@ def megabytes(value: float) -> str:
     return f"{value / 1e6:,.0f}"
 
 
-COSTS = (
-    Column("fit_seconds", "fit, s", "low", seconds),
-    Column("predict_seconds", "predict, s", "low", seconds),
-    Column("peak_memory", "memory, MB", "low", megabytes),
-)
+@dataclass(frozen=True)
+class Column:
+    """A figure: its title, how it is written, where it is best, and what it means.
+
+    Args:
+        figure: Its name in JSON.
+        title: Its heading.
+        write: From a value to text.
+        best: Minus or plus infinity, a value to be near to, or None where no value is better than another.
+        meaning: One sentence for the glossary of a report.
+    """
+
+    figure: str
+    title: str
+    write: Callable[[float], str] = digits
+    best: float | None = None
+    meaning: str = ""
+
+    @property
+    def heading(self) -> str:
+        """The title and an arrow to where the figure is better."""
+        if self.best is None:
+            return self.title
+        return f"{self.title} {({LOW: '↓', HIGH: '↑'}).get(self.best, f'→ {self.best:g}')}"
+
+    def badness(self, value: float) -> float:
+        """A number that is least for the best value."""
+        if self.best is None:
+            raise ValueError(f"{self.figure} has no better or worse")
+        return {LOW: value, HIGH: -value}.get(self.best, abs(value - self.best))
+
+
 COLUMNS = {
-    "classification": (
-        Column("nll", "NLL", "low", decimals),
-        Column("accuracy", "accuracy", "high", decimals),
-        Column("ece", "ECE", "low", decimals),
-        Column("brier", "Brier", "low", decimals),
-        Column("ood_auc", "OOD AUC", "high", decimals),
-        *COSTS,
-    ),
-    "regression": (
-        Column("nll", "NLL", "low", decimals),
-        Column("rmse", "RMSE", "low", digits),
-        Column("crps", "CRPS", "low", digits),
-        Column("cqm", "CQM", "low", decimals),
-        *COSTS,
-    ),
+    column.figure: column
+    for column in (
+        Column("nll", "NLL", decimals, LOW, "Negative log-likelihood: the surprise at the true answer, in nats a row."),
+        Column("accuracy", "accuracy", decimals, HIGH, "The share of rows whose most probable class is the true one."),
+        Column(
+            "ece",
+            "ECE",
+            decimals,
+            LOW,
+            "Expected calibration error: how far stated confidence and accuracy are apart, on average.",
+        ),
+        Column("brier", "Brier", decimals, LOW, "Squared distance from the probabilities to the true class, 0 to 2."),
+        Column(
+            "ood_auc",
+            "OOD AUC",
+            decimals,
+            HIGH,
+            "How often a row from elsewhere is less certain than a test row (0.5 is chance).",
+        ),
+        Column("rmse", "RMSE", digits, LOW, "Root mean squared error of the prediction, in the target's units."),
+        Column(
+            "crps",
+            "CRPS",
+            digits,
+            LOW,
+            "Continuous ranked probability score: the absolute error of a whole distribution, in the target's units.",
+        ),
+        Column(
+            "cqm",
+            "CQM",
+            decimals,
+            LOW,
+            "Centered quantile metric: how far promised and actual coverage are apart, over all levels (0 to 0.5).",
+        ),
+        Column("coverage_90", "cover 90 %", decimals, 0.9, "The share of targets inside the 90 % intervals."),
+        Column("width_90", "width 90 %", digits, None, "The mean width of the 90 % intervals, in the target's units."),
+        Column("fit_seconds", "fit, s", seconds, LOW, "Seconds to fit the method."),
+        Column("predict_seconds", "predict, s", seconds, LOW, "Seconds for the predictions of all test rows."),
+        Column("peak_memory", "memory, MB", megabytes, LOW, "Memory added at the peak of fit and prediction."),
+        Column("mae", "MAE", digits, LOW, "Mean absolute error of the prediction."),
+        Column("coverage_50", "cover 50 %", decimals, 0.5, "The share of targets inside the 50 % intervals."),
+        Column("coverage_95", "cover 95 %", decimals, 0.95, "The share of targets inside the 95 % intervals."),
+        Column("aurc", "AURC", digits, LOW, "Mean error over all shares of rows kept, the most certain first."),
+        Column(
+            "ood_fpr95",
+            "OOD FPR at 95 %",
+            decimals,
+            LOW,
+            "The share of test rows flagged where 95 % of the rows from elsewhere are.",
+        ),
+        Column("fit_memory", "fit, MB", megabytes, LOW),
+        Column("predict_memory", "predict, MB", megabytes, LOW),
+    )
 }
+"""What is known of the usual figures, in their order."""
+COSTS = ("fit_seconds", "predict_seconds", "peak_memory")
+FURTHER = ("mae", "coverage_50", "coverage_95", "aurc", "ood_fpr95", "fit_memory", "predict_memory")
+"""Figures of a second table."""
 
 
-def columns_of(task: str, figures: Figures) -> list[Column]:
-    """Those of a task that there are figures for."""
-    if task not in COLUMNS:
-        raise OptionError(f"Expected a task among {', '.join(COLUMNS)}, got {task!r}.")
-    return [column for column in COLUMNS[task] if any(column.figure in row for row in figures.values())]
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over runs, with its standard error (None if unknown)."""
+
+    mean: float
+    error: float | None = None
+    count: int = 1
 
 
-def places(column: Column, figures: Figures) -> dict[str, int | None]:
-    """Who is first (1) and second (2) in a column. What is written the same shares a place, and the places after it are
-    then missing; where all are the same there is none."""
-    values = {name: row[column.figure] for name, row in figures.items() if column.figure in row}
-    values = {name: value for name, value in values.items() if not math.isnan(value)}
-    order = sorted(values, key=lambda name: values[name], reverse=column.better == "high")
-    written = [column.write(values[name]) for name in order]
-    place = {name: 1 + written.index(text) for name, text in zip(order, written, strict=True)}
-    differ = len(set(written)) > 1
-    return {name: place[name] if differ and place.get(name, 3) < 3 else None for name in figures}
+Estimates = Mapping[str, Estimate]
+"""Estimates by the name of a method or of a figure."""
 
 
-def rich_table(task: str, figures: Figures, title: str = "") -> Table:
-    """For the screen; marks are letters too, so that they survive where there are no colours."""
+def estimate(values: Sequence[float], errors: Sequence[float] = ()) -> Estimate:
+    """The mean of several seeds and its standard error.
+
+    Args:
+        values: One value a seed.
+        errors: The standard errors of the values over test sets. The first is the estimate's error if there is one
+            seed only; of several seeds it follows from the spread of the values (n - 1 in the denominator).
+
+    Example:
+        >>> estimate([1.0, 2.0, 3.0])
+        Estimate(mean=2.0, error=0.577, count=3)
+    """
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Estimate(mean, errors[0] if errors else None)
+    return Estimate(mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n), n)
+
+
+@dataclass(frozen=True)
+class MethodSummary:
+    """A method's runs on one case."""
+
+    method: str
+    title: str
+    counted: tuple[Record, ...]
+    """In the order of their seeds."""
+    excluded: tuple[Record, ...]
+    """Runs with a problem."""
+    missing: tuple[int, ...]
+    """Seeds that other methods were run with and this one was not."""
+    estimates: dict[str, Estimate] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> tuple[Record, ...]:
+        return (*self.counted, *self.excluded)
+
+    @property
+    def applies(self) -> bool:
+        """False if the method is not for such data."""
+        return bool(self.counted) or any(run.applies for run in self.excluded)
+
+
+@dataclass(frozen=True)
+class CaseSummary:
+    """The methods on one case: a network, a data set."""
+
+    experiment: str
+    case: str
+    task: str
+    methods: tuple[MethodSummary, ...]
+
+    @property
+    def runs(self) -> list[Record]:
+        return [run for method in self.methods for run in method.runs]
+
+    @property
+    def sources(self) -> list[str]:
+        """Where the data come from: one entry a part of the data and a source of it, with the methods that had it
+        where others had another."""
+        parts: dict[str, dict[str, dict[str, None]]] = {}  # methods by source by part, in their order
+        for method in self.methods:
+            for part, source in (pair for run in method.runs for pair in described(run.data).items()):
+                parts.setdefault(part, {}).setdefault(source, {})[method.title] = None
+        return [
+            f"{part}: {source}" + (f" ({', '.join(titles)})" if len(titles) < len(self.methods) else "")
+            for part, sources in parts.items()
+            for source, titles in sources.items()
+        ]
+
+    def notes(self) -> list[str]:
+        """Which runs the means are without, and why."""
+        found = []
+        for method in self.methods:
+            for run in method.excluded:
+                verdict = "left out of the means" if run.applies else "does not apply"
+                found.append(f"{method.title}, seed {run.seed} ({verdict}): {run.problem}")
+            if method.missing:
+                found.append(f"{method.title}: no run with seed {', '.join(map(str, method.missing))}")
+        return found
+
+
+@dataclass(frozen=True)
+class ExperimentSummary:
+    """The cases of one experiment, or the one of a comparison."""
+
+    name: str
+    cases: tuple[CaseSummary, ...]
+
+    @property
+    def methods(self) -> dict[str, str]:
+        """Titles of the methods of all cases by name, in one order."""
+        titles = {method.method: method.title for case in self.cases for method in case.methods}
+        return {name: titles[name] for name in sorted(titles, key=order)}
+
+
+def summarize(records: Iterable[Record]) -> list[ExperimentSummary]:
+    """Runs by experiment, case and method; those with a problem are kept and left out of the means."""
+    grouped: dict[str, dict[str, list[Record]]] = {}
+    for record in records:
+        grouped.setdefault(record.experiment, {}).setdefault(record.case, []).append(record)
+    return [
+        ExperimentSummary(
+            name, tuple(summarize_case(name, case, grouped[name][case]) for case in sorted(grouped[name], key=natural))
+        )
+        for name in sorted(grouped, key=natural)
+    ]
+
+
+def summarize_case(experiment: str, case: str, records: list[Record]) -> CaseSummary:
+    methods: dict[str, list[Record]] = {}
+    for record in sorted(records, key=lambda record: record.seed):
+        methods.setdefault(record.method, []).append(record)
+    seeds = {record.seed for record in records}
+    summaries = (summarize_method(name, methods[name], seeds) for name in sorted(methods, key=order))
+    return CaseSummary(experiment, case, records[0].task, tuple(summaries))
+
+
+def summarize_method(name: str, runs: list[Record], seeds: set[int]) -> MethodSummary:
+    counted = tuple(run for run in runs if run.problem is None)
+    figures = dict.fromkeys(figure for run in counted for figure in run.figures)
+    means = {
+        figure: estimate(
+            [run.figures[figure] for run in counted if figure in run.figures],
+            [run.errors[figure] for run in counted if figure in run.errors],
+        )
+        for figure in figures
+    }
+    excluded = tuple(run for run in runs if run.problem is not None)
+    missing = tuple(sorted(seeds - {run.seed for run in runs}))
+    return MethodSummary(name, runs[0].title, counted, excluded, missing, means)
+
+
+def described(data: Mapping[str, Any]) -> dict[str, str]:
+    """Parts of data in words, without digests; a part with parts of its own on one line."""
+
+    def line(words: Any) -> str:
+        if not isinstance(words, dict):
+            return str(words)
+        return "; ".join(f"{part}: {text}" for part, text in described(words).items())
+
+    return {part: line(words) for part, words in data.items() if part != "sha256"}
+
+
+def natural(text: str) -> list[tuple[int, float, str]]:
+    """A key by which 9 comes before 10, and 0.25 before 0.5."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", text)
+    return [(0, float(part), part) if part[:1].isdecimal() else (1, 0.0, part) for part in parts if part]
+
+
+def order(method: str) -> tuple[bool, int, list[tuple[int, float, str]]]:
+    """A key for the order of the registry, with variants after their method, and FMGP last."""
+    from posthoc.methods import REGISTRY
+
+    places = [i for i, name in enumerate(REGISTRY) if method == name or method.startswith((f"{name}-", f"{name}_"))]
+    return (method.startswith("fmgp"), min(places, default=len(REGISTRY)), natural(method))
+
+
+# Columns.
+
+
+def columns_for(figures: Iterable[str], costs: Iterable[str] = ()) -> tuple[list[Column], list[Column]]:
+    """The columns of a first and of a second table: the usual metrics, those of a task of its own, and costs; then the
+    further ones."""
+    there, costs = dict.fromkeys(figures), set(costs) | set(COSTS)
+    own = [Column(figure, title_of(figure)) for figure in there if figure not in COLUMNS]
+    main = [COLUMNS[figure] for figure in COLUMNS if figure in there and figure not in (*FURTHER, *COSTS)]
+    main += [column for column in own if column.figure not in costs]
+    main += [COLUMNS[figure] for figure in COSTS if figure in there]
+    times = [c for c in own if c.figure in costs and c.figure.endswith("_seconds")]
+    main += [Column(c.figure, f"{c.title.removesuffix(' seconds')}, s", seconds, LOW) for c in times]
+    further = [COLUMNS[figure] for figure in FURTHER if figure in there]
+    return main, further + [column for column in own if column.figure in costs and column not in times]
+
+
+def columns_of(case: CaseSummary) -> tuple[list[Column], list[Column]]:
+    """The columns of a case that there are figures for, those of the first table and further ones."""
+    figures = dict.fromkeys(figure for method in case.methods for figure in method.estimates)
+    metrics = {figure for run in case.runs for figure in run.metrics}
+    return columns_for(figures, [figure for figure in figures if figure not in metrics])
+
+
+def title_of(figure: str) -> str:
+    return COLUMNS[figure].title if figure in COLUMNS else figure.replace("_", " ")
+
+
+def places_of(column: Column, estimates: Estimates) -> dict[str, int]:
+    """The names that are first (1) and second (2) in a column. What is written the same shares a place, and the places
+    after it are then missing; where all are the same there is none."""
+    known = {name: found.mean for name, found in estimates.items() if not math.isnan(found.mean)}
+    if column.best is None:
+        return {}
+    ranked = sorted(known, key=lambda name: column.badness(known[name]))
+    texts = [column.write(known[name]) for name in ranked]
+    if len(set(texts)) < 2:
+        return {}
+    places = {name: 1 + texts.index(text) for name, text in zip(ranked, texts, strict=True)}
+    return {name: place for name, place in places.items() if place < 3}
+
+
+def written(column: Column, found: Estimate | None) -> str:
+    """Mean ± standard error."""
+    if found is None:
+        return "–"
+    mean = column.write(found.mean)
+    return mean if found.error is None else f"{mean} ± {spread(column, found)}"
+
+
+def spread(column: Column, found: Estimate) -> str:
+    """The standard error, with as many decimals as the mean is written with."""
+    if found.error is None:
+        raise ValueError("the error is not known")
+    if column.write is megabytes:
+        return megabytes(found.error)
+    _, _, fraction = column.write(found.mean).partition(".")
+    if "e" in fraction:
+        return f"{found.error:.1e}"
+    if not fraction and found.error < 1:
+        return f"{found.error:.1g}"  # rather than none
+    return f"{found.error:,.{len(fraction)}f}"
+
+
+# Tables: a row a method. `rows` holds the estimates of each method by figure.
+
+Rows = Mapping[str, Estimates]
+
+
+def column_places(column: Column, rows: Rows) -> dict[str, int]:
+    return places_of(column, {name: row[column.figure] for name, row in rows.items() if column.figure in row})
+
+
+def rich_table(columns: Sequence[Column], rows: Rows, title: str = "") -> Table:
+    """For the screen; the best are marked by signs too, for screens without colors."""
     from rich.table import Table
 
-    table = Table(title=title or None, title_justify="left", caption=KEY, caption_justify="left")
+    caption = "¹ best, ² second best"
+    table = Table(title=title or None, title_justify="left", caption=caption, caption_justify="left")
     table.add_column("")
-    styles = {1: "bold green", 2: "underline", None: ""}
-    columns = columns_of(task, figures)
-    marks = [places(column, figures) for column in columns]
+    styles, marks = {1: "bold green", 2: "underline", None: ""}, {1: "¹", 2: "²", None: " "}
+    places = [column_places(column, rows) for column in columns]
     for column in columns:
         table.add_column(column.heading, justify="right")
-    for name, row in figures.items():
+    for name, row in rows.items():
         cells = []
-        for column, place in zip(columns, marks, strict=True):
-            style, text = styles[place[name]], cell(column, row) + (MARKS[place[name]] or " ")
+        for column, place in zip(columns, places, strict=True):
+            found = row.get(column.figure)
+            text = (column.write(found.mean) if found else "–") + marks[place.get(name)]
+            style = styles[place.get(name)]
             cells.append(f"[{style}]{text}[/]" if style else text)
         table.add_row(name, *cells)
     return table
 
 
-def markdown_table(task: str, figures: Figures) -> str:
-    """For a page: the best in bold, the second best in italics."""
-    columns = columns_of(task, figures)
-    marks = [places(column, figures) for column in columns]
+def markdown_table(columns: Sequence[Column], rows: Rows, *, last: Mapping[str, str] | None = None) -> str:
+    """For a page: the best in bold, the second best in italics.
+
+    Args:
+        columns: Which figures.
+        rows: Estimates by figure of each method.
+        last: Words of each method for a last column, whose heading is under the empty name.
+    """
+    headings = [column.heading for column in columns] + ([last[""]] if last else [])
+    lines = [f"| method | {' | '.join(map(escape_markdown, headings))} |", "|---|" + "---:|" * len(headings)]
     around = {1: "**", 2: "*", None: ""}
-    lines = [
-        f"| method | {' | '.join(column.heading for column in columns)} |",
-        "|---|" + "---:|" * len(columns),
-    ]
-    for name, row in figures.items():
-        cells = (
-            f"{around[place[name]]}{cell(c, row)}{around[place[name]]}" for c, place in zip(columns, marks, strict=True)
-        )
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    places = [column_places(column, rows) for column in columns]
+    for name, row in rows.items():
+        marks = [around[place.get(name)] for place in places]
+        cells = [f"{m}{written(c, row.get(c.figure))}{m}" for c, m in zip(columns, marks, strict=True)]
+        lines.append(f"| {' | '.join((escape_markdown(name), *cells, *([last[name]] if last else [])))} |")
     return "\n".join(lines) + "\n"
 
 
-def csv_table(figures: Figures) -> str:
-    """For a program: every figure, with all its digits."""
-    names = list(dict.fromkeys(figure for row in figures.values() for figure in row))
+def csv_table(rows: Rows, more: Mapping[str, Mapping[str, Any]] | None = None) -> str:
+    """For a program: every figure and its standard error (`_se`), with all digits.
+
+    Args:
+        rows: Estimates by figure of each method.
+        more: Further values by name of each method, for columns before the figures.
+    """
+    more = more if more is not None else {name: {"method": name} for name in rows}
+    figures = dict.fromkeys(figure for row in rows.values() for figure in row)
+    uncertain = {figure for row in rows.values() for figure, found in row.items() if found.error is not None}
+    columns = [name for f in figures for name in ((f, f"{f}_se") if f in uncertain else (f,))]
+    first = dict.fromkeys(key for each in more.values() for key in each)
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["method", *names])
-    writer.writerows([method, *(row.get(name, "") for name in names)] for method, row in figures.items())
+    writer = csv.DictWriter(text, [*first, *columns], lineterminator="\n", restval="")
+    writer.writeheader()
+    for name, row in rows.items():
+        values = {figure: found.mean for figure, found in row.items()}
+        errors = {f"{figure}_se": found.error for figure, found in row.items() if found.error is not None}
+        writer.writerow({**more[name], **values, **errors})
     return text.getvalue()
 
 
-def cell(column: Column, row: Mapping[str, float]) -> str:
-    return column.write(row[column.figure]) if column.figure in row else "–"
+def escape_markdown(text: str) -> str:
+    """Text that stays what it is inside a table."""
+    return re.sub(r"([\\`*_{}\[\]<>|#~$])", r"\\\1", " ".join(text.split()))
