@@ -135,6 +135,6 @@ def test_installed_packages_offer_likelihoods(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(registry, "entry_points", entry_points)
     monkeypatch.setattr(registry, "KINDS", dict(registry.KINDS))
     assert isinstance(make_likelihood("counts"), PoissonLikelihood)
-    with pytest.raises(OptionError, match="registered likelihood"):
+    with pytest.raises(OptionError, match="registered names"):
         make_likelihood("ranks")
     assert asked == [("posthoc.likelihoods", "counts"), ("posthoc.likelihoods", "ranks")]

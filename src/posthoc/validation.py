@@ -1,4 +1,4 @@
-"""Checks at the door: targets that fit the outputs, values that are numbers."""
+"""Checks of arguments: targets that fit the outputs, numbers, options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ __all__ = [
 
 
 def regression_targets(y: Any, mean: Tensor) -> Tensor:
-    """y as a tensor of the mean's shape; (N,) and (N, 1) are taken for each other, nothing else is broadcast."""
+    """Targets as a tensor of the mean's shape; (N,) and (N, 1) are taken for each other, nothing else is broadcast.
+
+    Raises:
+        DataError: They are no real numbers, have another shape, or are not finite.
+    """
     y = as_targets(y, mean)
     if y.is_complex() or y.dtype == torch.bool:
         raise DataError(f"Expected real numbers as regression targets, got {y.dtype}.")
@@ -42,8 +46,12 @@ def regression_targets(y: Any, mean: Tensor) -> Tensor:
     return y
 
 
-def class_labels(y: Any, mean: Tensor) -> Tensor:  # (N,) of int64
-    """y as class indices that fit the logits."""
+def class_labels(y: Any, mean: Tensor) -> Tensor:
+    """Labels as class indices that fit logits (N, C), (N,) of int64.
+
+    Raises:
+        DataError: They are no integers, have another shape, or are not from 0 to C - 1.
+    """
     y = as_targets(y, mean)
     n, classes = mean.shape
     if y.shape == mean.shape:
@@ -52,8 +60,8 @@ def class_labels(y: Any, mean: Tensor) -> Tensor:  # (N,) of int64
         )
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise DataError(
-            f"Expected integer class labels from 0 to {classes - 1}, got {y.dtype}: convert them with .long(); "
-            'for real-valued targets use likelihood="regression" (--task regression).'
+            f"Expected integer class labels from 0 to {classes - 1}, got {y.dtype}. Convert them with .long(); "
+            'for real-valued targets use likelihood="regression".'
         )
     if y.shape == (n, 1):
         y = y.squeeze(1)
@@ -70,14 +78,14 @@ def class_labels(y: Any, mean: Tensor) -> Tensor:  # (N,) of int64
 
 
 def as_targets(y: Any, mean: Tensor) -> Tensor:
-    found = as_numbers(y)
-    if found is None:
+    targets = as_numbers(y)
+    if targets is None:
         raise DataError(f"Expected targets to be numbers, one row a point, got {reprlib.repr(y)}.")
-    return found.to(mean.device)
+    return targets.to(mean.device)
 
 
 def as_numbers(values: Any, dtype: torch.dtype | None = None) -> Tensor | None:
-    """Values as a tensor, or None where they are no numbers."""
+    """Values as a tensor, or None if they are no numbers."""
     try:
         return torch.as_tensor(values, dtype=dtype)
     except (TypeError, ValueError, RuntimeError):
@@ -85,7 +93,13 @@ def as_numbers(values: Any, dtype: torch.dtype | None = None) -> Tensor | None:
 
 
 def require_finite(values: Tensor, name: str, *, first_row: int = 0) -> None:
-    """Refuses NaN and infinity, saying where; `first_row` is the number of the first row in the whole data."""
+    """Raises `DataError` for NaN and infinity.
+
+    Args:
+        values: The values, with one row for each point.
+        name: What they are, for the message.
+        first_row: The number of the first row in the whole data.
+    """
     if not values.is_floating_point():
         return
     finite = values.isfinite()
@@ -102,6 +116,10 @@ def as_rows(rows: Any, length: int) -> Any:
 
     Raises:
         IndexError: The number is not that of a row.
+
+    Example:
+        >>> as_rows(-1, 5), as_rows(2, 5)
+        (slice(-1, None, None), slice(2, 3, None))
     """
     try:
         row = index(rows)
@@ -113,38 +131,38 @@ def as_rows(rows: Any, length: int) -> Any:
 
 
 def integer(name: str, value: Any, least: int) -> int:
-    """An option that is a whole number of at least so much, as an int."""
+    """An option as an int of at least `least`; raises `OptionError` for other values."""
     try:
         number = index(value)
     except TypeError:
         number = None
     if number is None or number < least:
-        raise OptionError(f"Expected {name} to be an integer of at least {least}, got {value!r}.")
+        raise OptionError(f"Expected {name} to be an integer of at least {least}, got {reprlib.repr(value)}.")
     return number
 
 
 def number(value: Any) -> float:
-    """A value as a real number, or NaN where it is none."""
+    """A value as a real number, or NaN if it is none."""
     try:
         return float(value) if isinstance(value, SupportsFloat) else math.nan
-    except (TypeError, ValueError, RuntimeError):  # several of them, say
+    except (TypeError, ValueError, RuntimeError):  # an array of several numbers
         return math.nan
 
 
 def choice(name: str, value: Any, options: tuple[str, ...]) -> None:
-    """Refuses a value that is none of the options."""
+    """Raises `OptionError` for a value that is none of the options."""
     if value not in options:
-        raise OptionError(f"Expected {name} to be one of {', '.join(map(repr, options))}, got {value!r}.")
+        raise OptionError(f"Expected {name} to be one of {', '.join(map(repr, options))}, got {reprlib.repr(value)}.")
 
 
 def known_device(device: str | torch.device | None) -> torch.device | None:
-    """A device that is there, or an error before any work."""
+    """A device as `torch.device`; raises `OptionError` if this machine does not have it."""
     try:
-        found = torch.device(device) if device is not None else None
+        known = torch.device(device) if device is not None else None
     except RuntimeError as error:
         raise OptionError(f"Expected a device such as cpu, cuda or cuda:1, got {device!r}.") from error
-    if found is not None and found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    if known is not None and known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
         raise OptionError(
             f"Expected a device that is there, got {device}: torch sees {torch.cuda.device_count()} GPUs."
         )
-    return found
+    return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
@@ -51,8 +52,8 @@ def likelihood_named(name: Any) -> type[Likelihood]:
         for entry in entry_points(group=ENTRY_POINTS, name=name):
             return register(name)(entry.load())
     raise OptionError(
-        'Expected likelihood="regression" or "classification", the name of a registered likelihood '
-        f"({', '.join(sorted(KINDS))}), or an object, such as Gaussian() or Categorical(); got {name!r}."
+        'Expected likelihood="regression" or "classification" (or an object, Gaussian() or Categorical()), got '
+        f"{reprlib.repr(name)}. The registered names are {', '.join(sorted(KINDS))}."
     )
 
 

@@ -1,8 +1,8 @@
-"""Conformal prediction: intervals and sets of classes that hold what they promise, around any fitted method.
+"""Conformal prediction: intervals and sets of classes with guaranteed coverage, around any fitted method.
 
-A score says how badly a value fits a prediction. Among n + 1 exchangeable points the last one's score is as likely to
-have any rank as any other, so it is at most the ⌈(n + 1) level⌉-th smallest of the first n with probability `level` or
-more, however wrong the method is. All values whose score is at most that are the interval, or the set.
+A score measures how badly a value fits a prediction. Among n + 1 exchangeable points the score of the last one is
+equally likely to have any rank, so it is at most the ⌈(n + 1) level⌉-th smallest of the first n with probability
+`level` or more, however wrong the method is. The interval, or the set, contains all values with a score up to that.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -43,35 +43,37 @@ FORMAT = "posthoc-conformal"
 
 
 class Score(ABC):
-    """How badly a value fits a prediction: any function serves the guarantee, a good one makes small answers."""
+    """How badly a value fits a prediction. Every function has the guarantee; a good one gives small answers."""
 
     name: ClassVar[str]
     task: ClassVar[str]
 
     @abstractmethod
-    def of(self, pred: Predictive, y: Any) -> Tensor:  # (N,), or (N, outputs) where each output has a score of its own
-        """The scores of what was true, in float64."""
+    def of(self, pred: Predictive, y: Any) -> Tensor:
+        """The scores of the true values in float64, (N,), or (N, outputs) if each output has its own."""
 
 
 @dataclass(frozen=True)
 class Residual(Score):
-    """|y - mean| / std: intervals are as much wider as the method is less sure. Each output has a guarantee of its own,
-    or, if `joint`, the box of all of them has one."""
+    """|y - mean| / std: the intervals are proportional to the standard deviation.
+
+    Args:
+        joint: Whether all outputs of a point share one guarantee; otherwise each output has its own.
+    """
 
     name: ClassVar[str] = "residual"
     task: ClassVar[str] = "regression"
     joint: bool = False
 
     def of(self, pred: Predictive, y: Any) -> Tensor:
-        score = (regression_targets(y, pred.latent.mean).double() - pred.latent.mean.double()).abs() / spread(
-            cast(RegressionPredictive, pred)
-        )
+        pred = cast(RegressionPredictive, pred)
+        score = (regression_targets(y, pred.mean).double() - pred.mean.double()).abs() / positive_std(pred)
         return score.flatten(1).amax(1) if self.joint and score.ndim > 1 else score
 
 
 class ClassScore(Score):
-    """A score that every class has. Unless `allow_empty`, the predicted class has the least of all, when calibrating
-    as well as when predicting: so it is in every set, and no coverage is given away for that."""
+    """A score of every class. Unless `allow_empty`, the predicted class has the lowest one, in calibration too: then
+    it is in every set, at no cost in coverage."""
 
     task: ClassVar[str] = "classification"
     allow_empty: bool
@@ -79,10 +81,10 @@ class ClassScore(Score):
     @abstractmethod
     def _of_classes(self, pred: ClassificationPredictive) -> Tensor: ...
 
-    def of_classes(self, pred: ClassificationPredictive) -> Tensor:  # (N, C)
-        """The scores of all classes, in float64."""
+    def of_classes(self, pred: ClassificationPredictive) -> Tensor:
+        """The scores of all classes in float64, (N, C)."""
         scores = self._of_classes(pred)
-        return scores if self.allow_empty else scores.scatter(-1, predicted(pred), -math.inf)
+        return scores if self.allow_empty else scores.scatter(-1, pred.labels[:, None], -math.inf)
 
     def of(self, pred: Predictive, y: Any) -> Tensor:
         labels = class_labels(y, pred.latent.mean)
@@ -91,24 +93,31 @@ class ClassScore(Score):
 
 @dataclass(frozen=True)
 class LAC(ClassScore):
-    """1 - p: the classes that are probable enough, the same for all points. Of all sets with this coverage the smallest
-    on average, if the probabilities are right (Sadinle et al., 2019)."""
+    """1 - p: one threshold of the probability for all points (Sadinle et al., 2019). If the probabilities are right,
+    its sets are the smallest on average.
+
+    Args:
+        allow_empty: Whether a set may be empty.
+    """
 
     name: ClassVar[str] = "lac"
     allow_empty: bool = False
 
     def _of_classes(self, pred: ClassificationPredictive) -> Tensor:
-        return -pred.log_probs.double()  # its order is that of 1 - p, which would round to 1 or to 0
+        return -pred.log_probs.double()  # the order of 1 - p, which would round to 1 or to 0
 
 
 @dataclass(frozen=True)
 class APS(ClassScore):
-    """The probability of all classes that come before this one (Romano et al., 2020): larger sets than LAC's, and a
-    coverage that differs less between easy points and hard ones.
+    """The total probability of all more probable classes (Romano et al., 2020). Sets are larger than those of LAC, and
+    coverage differs less between easy and hard points.
 
-    With a `seed`, a random share of the class's own probability is added; with `allow_empty` this is the textbook's
-    form. `penalty` is added for every class after the first `free` (RAPS, Angelopoulos et al., 2021): many classes of
-    hardly any probability make large sets.
+    Args:
+        seed: Adds a random share of the class's own probability; with `allow_empty` this is the textbook's form.
+        penalty: Is added for every class after the first `free` (RAPS, Angelopoulos et al., 2021), against large sets
+            of improbable classes.
+        free: The number of classes without a penalty.
+        allow_empty: Whether a set may be empty.
     """
 
     name: ClassVar[str] = "aps"
@@ -126,8 +135,8 @@ class APS(ClassScore):
 
     def _of_classes(self, pred: ClassificationPredictive) -> Tensor:
         log_probs = pred.log_probs.double()
-        # Two classes may have one probability: the predicted class comes first all the same.
-        order = log_probs.scatter(-1, predicted(pred), math.inf).argsort(stable=True, dim=-1, descending=True)
+        # The predicted class comes first, even if another has the same probability.
+        order = log_probs.scatter(-1, pred.labels[:, None], math.inf).argsort(stable=True, dim=-1, descending=True)
         probs = log_probs.gather(-1, order).exp()
         scores = torch.nn.functional.pad(probs.cumsum(-1)[:, :-1], (1, 0))
         if self.seed is not None:
@@ -142,25 +151,27 @@ SCORES: dict[str, dict[str, Score]] = {
     "regression": {"per_output": Residual(), "joint": Residual(joint=True)},
     "classification": {"lac": LAC(), "aps": APS(), "raps": APS(penalty=0.01)},
 }
-"""The scores of a task by name, the default first."""
+"""The scores of each task by name, the default first."""
 TYPES: dict[str, type[Score]] = {kind.name: kind for kind in (Residual, LAC, APS)}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
-    """A score, and those of n points that nobody was fitted on."""
+    """A score, and its values for n points that neither the network nor the method was fitted on.
+
+    Args:
+        score: The score.
+        scores: Its values in ascending order, (n,) or (n, outputs) in float64.
+    """
 
     score: Score
-    scores: Tensor  # (n,) or (n, outputs), ascending, float64
+    scores: Tensor
 
-    def __repr__(self) -> str:
-        return f"Calibration({self.score!r}, points={len(self.scores)})"
-
-    def threshold(self, level: float) -> Tensor:  # () or (outputs,)
-        """The score up to which values belong; infinite if there are too few points to promise so much."""
+    def threshold(self, level: float) -> Tensor:
+        """The largest score of an answer with this level, () or (outputs,); infinite if n is too small for it."""
         if not 0.0 < level < 1.0:
             raise OptionError(f"Expected a level strictly between 0 and 1, got {level} (0.95 means 95 %).")
-        n, exact = len(self.scores), Fraction(repr(float(level)))  # as it was written: 0.07 × 100 is more than 7
+        n, exact = len(self.scores), Fraction(repr(float(level)))  # the level as written: 0.07 * 100 is more than 7
         rank = math.ceil((n + 1) * exact)
         if rank <= n:
             return self.scores[rank - 1]
@@ -172,66 +183,63 @@ class Calibration:
         )
         return torch.full_like(self.scores[0], math.inf)
 
-
-class Predicts(Protocol):
-    """What this room needs of a method."""
-
-    def predict(self, data: Any) -> Predictive:
-        """The predictions of all data."""
-
-    def stream(self, data: Any) -> Generator[Predictive]:
-        """The same, some rows at a time."""
-
-    def digest(self) -> str:
-        """What tells it from any other."""
+    def __repr__(self) -> str:
+        return f"Calibration({self.score!r}, points={len(self.scores)})"
 
 
 class Conformal:
-    """A fitted method with guaranteed coverage: of all points exchangeable with the calibration data, at least a share
-    `level` lies in the answers of that level, on average over points and calibration sets. The level is chosen when
-    asking. Whoever fits the method again has to calibrate again."""
+    """A fitted method with guaranteed coverage, made by `method.conformal(calibration)`.
 
-    def __init__(self, method: Predicts, calibration: Calibration) -> None:
+    Of all points exchangeable with the calibration data, a share of at least `level` lies in the answers of that level,
+    on average over points and calibration sets. After another fit of the method, calibrate again.
+
+    Args:
+        method: The fitted method.
+        calibration: The scores of the calibration data.
+
+    Example:
+        >>> from posthoc import MAP, Outputs
+        >>> data = Outputs(4.0 * torch.eye(3).repeat(10, 1), torch.arange(3).repeat(10))
+        >>> conformal = MAP(None, "classification").fit(data).conformal(data)
+        >>> conformal.predict(data[:2]).sets(0.9)
+        tensor([[ True, False, False],
+                [False,  True, False]])
+    """
+
+    def __init__(self, method: Any, calibration: Calibration) -> None:
         self.method, self.calibration = method, calibration
 
     @classmethod
     def calibrate(
-        cls, method: Predicts, parts: Iterable[tuple[Predictive, Tensor]], score: str | Score | None, task: str
+        cls, method: Any, parts: Iterable[tuple[Predictive, Tensor]], score: str | Score | None, task: str
     ) -> Self:
-        """From predictions with what was true, some rows at a time. One number a point is kept (or one an output)."""
+        """Calibrates on batches of predictions and targets; only the scores are kept."""
         rule = score_named(score, task)
-        found = [rule.of(pred, y) for pred, y in parts]
-        if not found:
+        scores = [rule.of(pred, y) for pred, y in parts]
+        if not scores:
             raise DataError("Expected at least one calibration point, got none.")
-        return cls(method, Calibration(rule, torch.cat(found).cpu().sort(0).values))
+        return cls(method, Calibration(rule, torch.cat(scores).cpu().sort(0).values))
 
     def predict(self, data: Any) -> ConformalPredictive:
-        """As the method's `predict`."""
+        """The predictions for data, as the method's `predict` takes them."""
         return self._around(self.method.predict(data))
 
     def stream(self, data: Any) -> Generator[ConformalPredictive]:
-        """As the method's `stream`."""
+        """The predictions batch by batch, as the method's `stream`."""
         with closing(self.method.stream(data)) as parts:
             for pred in parts:
                 yield self._around(pred)
 
-    def __repr__(self) -> str:
-        return f"Conformal({self.method!r}, {self.calibration!r})"
-
-    def _around(self, pred: Predictive) -> ConformalPredictive:
-        kind = ConformalIntervals if self.calibration.score.task == "regression" else ConformalSets
-        return kind(pred, self.calibration)
-
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the calibration as safetensors; the head is saved apart."""
+        """Writes the calibration as safetensors, without the head."""
         score, scores = self.calibration.score, self.calibration.scores
         spec = {"type": score.name, **asdict(cast(Any, score))}
         config = {"score": spec, "shape": list(scores.shape), "head": self.method.digest()}
         write_tensors(path, {"scores": scores}, FORMAT, config)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], method: Predicts) -> Self:
-        """A saved calibration of this method; that of another head is refused."""
+    def load(cls, path: str | os.PathLike[str], method: Any) -> Self:
+        """A saved calibration of this method; raises `FileError` for that of another head."""
         tensors, config = read_tensors(path, FORMAT)
         try:
             spec = dict(config["score"])
@@ -247,29 +255,37 @@ class Conformal:
             )
         return cls(method, Calibration(score, tensors["scores"]))
 
+    def _around(self, pred: Predictive) -> ConformalPredictive:
+        kind = ConformalIntervals if isinstance(pred, RegressionPredictive) else ConformalSets
+        return kind(pred, self.calibration)
 
-ONLY_FOR = {"regression": ("interval", "width"), "classification": ("sets", "size")}
+    def __repr__(self) -> str:
+        return f"Conformal({self.method!r}, {self.calibration!r})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ConformalPredictive(ABC):
-    """Predictions for N points, with guaranteed coverage; a row is a point, and `pred[rows]` selects some of them."""
+    """Predictions for N points with guaranteed coverage; `pred[rows]` selects some of them.
+
+    Args:
+        base: The predictions of the method itself.
+        calibration: The scores of the calibration data.
+    """
 
     base: Predictive
-    """What the method itself says."""
     calibration: Calibration
+
+    hints: ClassVar[Mapping[str, str]] = {}
+    """The task of attributes that the other kind has."""
 
     @property
     def latent(self) -> LatentGaussian:
         """The Gaussian over the network's outputs."""
         return self.base.latent
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.base!r}, {self.calibration!r})"
-
     @abstractmethod
     def covers(self, y: Any, level: float = 0.95) -> Tensor:
-        """Whether what was observed lies in the answer of this level."""
+        """Whether observations lie in the answers of this level."""
 
     def __len__(self) -> int:
         return len(self.base)
@@ -280,37 +296,45 @@ class ConformalPredictive(ABC):
     def __iter__(self) -> Iterator[Self]:
         return (self[row] for row in range(len(self)))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.base!r}, {self.calibration!r})"
+
     def __getattr__(self, name: str) -> Any:
-        for task, names in ONLY_FOR.items():
-            if name in names:
-                raise WrongTaskError(f"{name} is for {task}; this is a {type(self).__name__}.")
+        if name in self.hints:
+            raise WrongTaskError(f"{name} is for {self.hints[name]}; this is a {type(self).__name__}.")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; the method's own answers are in base.")
 
 
 class ConformalIntervals(ConformalPredictive):
-    """Intervals for a new observation, of shape `mean`."""
+    """Intervals for new observations."""
 
     base: RegressionPredictive
+    hints: ClassVar[Mapping[str, str]] = {"sets": "classification", "size": "classification"}
 
     @property
     def mean(self) -> Tensor:
-        """The network's output."""
+        """The network's output, (N,) or (N, C)."""
         return self.base.mean
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """The interval that holds a new observation with probability `level` or more: (lower, upper). If scores are
-        joint, all outputs of a point lie within theirs at once with that probability."""
+        """The interval that contains a new observation with probability `level` or more.
+
+        Returns:
+            The lower and upper ends, of the shape of the mean. With a joint score all outputs of a point lie within
+            their intervals at once with that probability.
+        """
         mean, dtype = self.base.mean.double(), working_dtype(self.base.mean)
-        half = self.calibration.threshold(level).to(mean.device) * spread(self.base)
+        half = self.calibration.threshold(level).to(mean.device) * positive_std(self.base)
         half = half * (1.0 + 8.0 * torch.finfo(torch.float64).eps)  # an observation on the edge stays inside
-        return rounded(mean - half, dtype, -math.inf), rounded(mean + half, dtype, math.inf)
+        return rounded_outward(mean - half, dtype, -math.inf), rounded_outward(mean + half, dtype, math.inf)
 
     def width(self, level: float = 0.95) -> Tensor:
-        """Upper minus lower."""
+        """The widths of the intervals, of the shape of the mean."""
         lower, upper = self.interval(level)
         return upper - lower
 
-    def covers(self, y: Any, level: float = 0.95) -> Tensor:  # as mean, or (N,) if scores are joint
+    def covers(self, y: Any, level: float = 0.95) -> Tensor:
+        """Whether observations lie in their intervals, of the shape of the mean; (N,) with a joint score."""
         y = regression_targets(y, self.base.mean).double()
         lower, upper = self.interval(level)
         inside = (lower <= y) & (y <= upper)
@@ -322,55 +346,54 @@ class ConformalSets(ConformalPredictive):
     """Sets of classes."""
 
     base: ClassificationPredictive
+    hints: ClassVar[Mapping[str, str]] = {"interval": "regression", "width": "regression"}
 
-    def sets(self, level: float = 0.95) -> Tensor:  # (N, C), bool
-        """The classes among which the true one is with probability `level` or more. The predicted class is always
-        there, unless the score was told to allow empty sets."""
+    def sets(self, level: float = 0.95) -> Tensor:
+        """The classes that contain the true one with probability `level` or more, (N, C) of bool. The predicted class
+        is always one of them, unless the score allows empty sets."""
         threshold = self.calibration.threshold(level).to(self.base.latent.mean.device)
         score = cast(ClassScore, self.calibration.score)
         return apply_by_rows(lambda part: score.of_classes(part) <= threshold, self.base)
 
-    def size(self, level: float = 0.95) -> Tensor:  # (N,)
-        """How many classes are in each set."""
+    def size(self, level: float = 0.95) -> Tensor:
+        """The number of classes in each set, (N,)."""
         return self.sets(level).sum(-1)
 
-    def covers(self, y: Any, level: float = 0.95) -> Tensor:  # (N,)
+    def covers(self, y: Any, level: float = 0.95) -> Tensor:
+        """Whether the sets contain the true classes, (N,)."""
         labels = class_labels(y, self.base.latent.mean)
         return self.sets(level).gather(-1, labels[:, None]).squeeze(-1)
 
 
 def score_named(score: str | Score | None, task: str) -> Score:
-    """A score of this task by its name, the default, or as it is."""
+    """The score of a task by its name, the default for None, or as it is."""
     if isinstance(score, Score):
         if score.task != task:
             raise WrongTaskError(f"{type(score).__name__} is for {score.task}; this is a {task}.")
         return score
-    named = SCORES[task]
-    if score is None:
-        return next(iter(named.values()))
-    choice("score", score, tuple(named))
-    return named[score]
+    if task not in SCORES:
+        raise WrongTaskError(f"Conformal prediction is for {' and '.join(SCORES)}, not for {task}.")
+    scores = SCORES[task]
+    name = next(iter(scores)) if score is None else score
+    choice("score", name, tuple(scores))
+    return scores[name]
 
 
-def spread(pred: RegressionPredictive) -> Tensor:
-    """std, but not zero: without any doubt the score of an error is beyond all others, and no error has none."""
+def positive_std(pred: RegressionPredictive) -> Tensor:
+    """The standard deviation in float64, above zero, so that the score of a residual of zero is finite."""
     return pred.std.double().clamp_min(torch.finfo(torch.float64).tiny)
 
 
-def predicted(pred: ClassificationPredictive) -> Tensor:  # (N, 1)
-    return pred.labels[:, None]
-
-
-def rounded(bound: Tensor, dtype: torch.dtype, toward: float) -> Tensor:
+def rounded_outward(bound: Tensor, dtype: torch.dtype, outward: float) -> Tensor:
     """A bound in another dtype, never rounded to the inside of its interval."""
     near = bound.to(dtype)
-    inside = near > bound if toward < 0 else near < bound
-    return torch.where(inside, torch.nextafter(near, torch.full_like(near, toward)), near)
+    inside = near > bound if outward < 0 else near < bound
+    return torch.where(inside, torch.nextafter(near, torch.full_like(near, outward)), near)
 
 
-def uniform(rows: Tensor, seed: int) -> Tensor:  # (N,) in [0, 1)
-    """A number for each row that follows from its bits and the seed alone: one point has one answer, in any batch and
-    in any call. (A generator would give the first row of every call the same number, and so all rows of a service.)"""
+def uniform(rows: Tensor, seed: int) -> Tensor:
+    """A number in [0, 1) for each row, (N,), which follows from its bits and the seed: a point has the same one in any
+    batch. A generator would give the first row of every call the same number."""
     bits = rows.double().contiguous().view(torch.int64)
     generator = torch.Generator().manual_seed(seed)
     odd = torch.randint(-(2**62), 2**62, (rows.shape[1] + 1,), generator=generator).to(rows.device) * 2 + 1

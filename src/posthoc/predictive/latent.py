@@ -1,4 +1,4 @@
-"""A Gaussian over the outputs at each point, around a mean it does not know: what a method hands to its likelihood."""
+"""A Gaussian over the outputs at each point, around a mean it does not know: what a method gives to its likelihood."""
 
 from __future__ import annotations
 
@@ -13,39 +13,33 @@ __all__ = ["DenseLatent", "FactorLatent", "IndependentLatent", "Latent", "Widene
 
 
 class Latent(ABC):
-    """The covariance V(x) of the latent outputs at N points; each question is answered without more than it needs."""
+    """The covariance V(x) of the latent outputs at N points; each method computes no more than it needs."""
 
     independent: bool = False
-    """Whether the outputs at one point are independent, so that `variance` says everything."""
+    """Whether the outputs at a point are independent, so that `variance` is all of V."""
     has_variance: bool = True
     """False if V is zero everywhere."""
 
     @property
     @abstractmethod
-    def variance(self) -> Tensor:  # (N, C)
-        """The diagonal of V."""
+    def variance(self) -> Tensor:
+        """The diagonal of V, (N, C)."""
 
     @abstractmethod
-    def covariance(self) -> Tensor:  # (N, C, C)
-        """V itself."""
+    def covariance(self) -> Tensor:
+        """V, (N, C, C)."""
 
     @abstractmethod
-    def difference(
-        self,
-        top: Tensor,  # (N,), one output for each point
-    ) -> Tensor:  # (N, C)
-        """Var(f_c - f_top) for every output c."""
+    def difference(self, top: Tensor) -> Tensor:
+        """Var(f_c - f_top) for every output c, (N, C), given one output for each point, (N,)."""
 
-    def perturb(
-        self,
-        noise: Tensor,  # (S, N, C), standard normal
-    ) -> Tensor:  # (S, N, C)
-        """Draws of f - mean, differentiable in V (reparameterised)."""
+    def perturb(self, noise: Tensor) -> Tensor:
+        """Draws of f - mean, (S, N, C), from standard normal noise of that shape; differentiable in V."""
         return correlate(self.covariance(), noise)
 
 
 class IndependentLatent(Latent):
-    """Independent outputs: V is diagonal."""
+    """Independent outputs with variances (N, C): V is diagonal."""
 
     independent = True
 
@@ -64,12 +58,12 @@ class IndependentLatent(Latent):
         return total.scatter(-1, top[:, None], 0.0)
 
     def perturb(self, noise: Tensor) -> Tensor:
-        # The tiny floor keeps the square root's gradient finite where the variance is exactly zero.
+        # The lower limit keeps the gradient of the square root finite where the variance is zero.
         return noise * self._variance.clamp_min(1e-300 if noise.dtype == torch.float64 else 1e-30).sqrt()
 
 
 class ZeroLatent(IndependentLatent):
-    """Outputs without variance: V = 0."""
+    """No variance around network outputs (N, ...): V = 0."""
 
     has_variance = False
 
@@ -99,12 +93,9 @@ class DenseLatent(Latent):
 
 
 class FactorLatent(Latent):
-    """V = F Fᵀ at each point."""
+    """V = F Fᵀ with factors F (N, C, K)."""
 
-    def __init__(
-        self,
-        factor: Tensor,  # (N, C, K), F
-    ) -> None:
+    def __init__(self, factor: Tensor) -> None:
         self.factor = factor
 
     @property
@@ -120,13 +111,9 @@ class FactorLatent(Latent):
 
 
 class Widened(Latent):
-    """A latent Gaussian with some more variance, the same and independent for every output at a point."""
+    """A latent Gaussian with an extra variance (N,), the same and independent for every output of a point."""
 
-    def __init__(
-        self,
-        latent: Latent,
-        more: Tensor,  # (N,)
-    ) -> None:
+    def __init__(self, latent: Latent, more: Tensor) -> None:
         self.latent, self.more, self.independent = latent, more[:, None], latent.independent
 
     @property
@@ -144,13 +131,10 @@ class Widened(Latent):
         return (self.latent.difference(top) + 2.0 * self.more).scatter(-1, top[:, None], 0.0)
 
 
-def correlate(
-    covariance: Tensor,  # (N, C, C)
-    noise: Tensor,  # (S, N, C)
-) -> Tensor:  # (S, N, C)
-    """Standard normal draws turned into draws with that covariance, which may be singular."""
-    # A covariance that is singular is legitimate here (outputs may be perfectly correlated, or certain): a ridge of a
-    # billionth of the variance, or of what float32 resolves of it, lets its Cholesky exist without a warning.
+def correlate(covariance: Tensor, noise: Tensor) -> Tensor:
+    """Standard normal draws (S, N, C) turned into draws with a covariance (N, C, C), which may be singular."""
+    # Outputs may be perfectly correlated, or certain. A ridge of a billionth of the variance, or of what float32
+    # resolves of it, makes the Cholesky factor exist without a warning.
     ridge_size = 1e-9 if covariance.dtype == torch.float64 else 1e-6
     covariance = covariance.double()
     floor = ridge_size * covariance.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-290)
