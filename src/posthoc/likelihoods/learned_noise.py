@@ -6,6 +6,7 @@ after training a finer one (see `posthoc.predictive.residual_mixture`) from resi
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import cast
 
@@ -76,8 +77,16 @@ class MixtureNoise(Gaussian):
     ) -> Tensor:
         if self.log_weights is None:
             return super().energy(mean, latent, target, alpha, generator)
-        total = self.noise + latent.variance
-        return (self.residuals.log_density((target - mean) / total.sqrt()) - 0.5 * total.log()).sum(-1)
+        # The standardized residual z has mean 0 and variance 1 where u = z √v + m has the normals of the grid. With m
+        # and v the mixture's mean and variance, that is `residuals.log_density` with fewer operations.
+        log_weights, (shifts, spreads) = self.log_weights.log_softmax(-1), self.grid.T
+        weights = log_weights.exp()
+        center = weights @ shifts
+        ratio = (weights @ (shifts.square() + spreads.square()) - center.square()) / (self.noise + latent.variance)
+        u = (target - mean) * ratio.sqrt() + center
+        fit = -0.5 * ((u[..., None] - shifts) / spreads).square()  # (N, C, K)
+        log_normals = fit + (log_weights - spreads.log() - 0.5 * math.log(2.0 * math.pi))
+        return (log_normals.logsumexp(-1) + 0.5 * ratio.log()).sum(-1)
 
     def predictive(self, outputs: Tensor, latent: Latent, *, covariance: bool = False) -> Predictive:
         gaussian = super().predictive(outputs, latent, covariance=covariance)
