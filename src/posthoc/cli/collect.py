@@ -23,17 +23,11 @@ predictor_option = partial(typer.Option, rich_help_panel="Predictor")
 data_option = partial(typer.Option, rich_help_panel="Data")
 run_option = partial(typer.Option, rich_help_panel="Running")
 
-PREDICTOR = (
-    "torchvision:NAME, timm:NAME, hf:NAME-OR-FOLDER, package.module:function, or a file: ONNX (.onnx), TorchScript "
-    "(.pt, .ts) or torch.export (.pt2)."
-)
-DATA = (
-    "A folder of images (one sub-folder a class, or images alone), a .parquet, .csv, .jsonl or .npz file, or "
-    "hf:NAME-OR-FOLDER:SPLIT."
-)
+PREDICTOR = "torchvision:NAME, timm:NAME, hf:NAME-OR-FOLDER, package.module:function, or a file: .onnx, .pt, .ts, .pt2."
+DATA = "A folder of images (one sub-folder a class, or images alone), .parquet, .csv, .jsonl, .npz, or hf:NAME:SPLIT."
 LAYER = (
-    "The layer whose output is stored as features, by its name in the network; for ONNX and TorchScript, another "
-    "output of theirs. Default: the input of the last linear layer."
+    "The layer whose output is stored as features (of ONNX and TorchScript, another output). Default: the input of the "
+    "last linear layer."
 )
 WEIGHTS = (
     "Published weights (DEFAULT, IMAGENET1K_V2; a timm tag; a revision on the hub), or a file: .safetensors, or a "

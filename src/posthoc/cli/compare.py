@@ -28,6 +28,9 @@ __all__ = ["compare"]
 
 T = TypeVar("T")
 
+ROLES = ("train", "test", "ood", "val")
+"""What the files of outputs are for."""
+
 
 def compare(
     train: Annotated[str, typer.Argument(help=shared.DATA)],
@@ -62,20 +65,20 @@ def compare(
 
     names = list(REGISTRY) if methods == "all" else known_methods(methods)
     options = options_by_method(shared.read_config(config, set_ or []), names)
-    paths = {"train": train, "test": test, "ood": ood, "val": val}
-    files = Files({k: v for k, v in paths.items() if v is not None}, shared.Columns(outputs, targets, features, inputs))
-    kind, sizes = check_data(files, task, outputs_are)
+    columns = shared.Columns(outputs, targets, features, inputs)
+    paths = {role: path for role, path in zip(ROLES, (train, test, ood, val), strict=True) if path is not None}
+    kind, sizes = check_data(paths, columns, task, outputs_are)
     common: dict[str, Any] = {"seed": seed} | ({"outputs_are": outputs_are.value} if outputs_are is not None else {})
-    trials = [
-        Trial(name, kind, {**method_named(name).known_options(common), **options.get(name, {})}, device, files, seed)
-        for name in names
-    ]
+    trials = []
+    for name in names:
+        given = {**method_named(name).known_options(common), **options.get(name, {})}
+        trials.append(Trial(name, kind, given, device, seed, paths, columns))
     reasons = {trial.name: trial.reason_against(strict=trial.name in options) for trial in trials}
     rows = [Row(name, error=reason, applies=False) for name, reason in reasons.items() if reason is not None]
     trials = [trial for trial in trials if reasons[trial.name] is None]
     written = [*(f"{trial.name}-{seed}.json" for trial in trials), "table.md", "table.csv"]
     if trials:
-        claim_folder(out, written, force, inputs=(*files.paths.values(), config))
+        claim_folder(out, written, force, inputs=(*paths.values(), config))
     comparison = Comparison(kind, tuple(rows))
     interrupted = False
     try:
@@ -119,21 +122,22 @@ def options_by_method(options: dict[str, Any], names: list[str]) -> dict[str, di
     return tables
 
 
-def check_data(files: Files, task: shared.Task | None, outputs_are: shared.Kind | None) -> tuple[str, dict[str, str]]:
+def check_data(
+    paths: dict[str, str], columns: shared.Columns, task: shared.Task | None, outputs_are: shared.Kind | None
+) -> tuple[str, dict[str, str]]:
     """The task, and the sizes of the files in words, if they are all there and fit each other."""
     from posthoc.evaluate.compare import reread, task_of
     from posthoc.methods import MAP
 
-    data = {role: reread(role, files.open(role)) for role in files.paths}
+    data = {role: reread(role, rows) for role, rows in open_data(paths, columns).items()}
     kind = task.value if task is not None else task_of(None, data["train"])
     if "ood" in data and kind != shared.Task.classification:
         raise OptionError("Out-of-distribution data are for classification: leave --ood out for regression.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # every method will give these warnings
-        bare = MAP(None, kind, outputs_are=outputs_are.value if outputs_are is not None else "logits")
-        for role in ("test", "val"):
-            if role in data:
-                bare.fit(data["train"], val=data[role])
+        bare = MAP(None, kind, outputs_are=(outputs_are or shared.Kind.logits).value)
+        for role in {"test", "val"} & data.keys():
+            bare.fit(data["train"], val=data[role])
         if "ood" in data:
             bare.predict(data["ood"][:1])
     return kind, {role: shared.describe(rows) for role, rows in data.items()}
@@ -158,18 +162,10 @@ def write_tables(comparison: Comparison, folder: Path) -> None:
 # The fits
 
 
-@dataclass(frozen=True)
-class Files:
-    """Paths of outputs by their role, and the columns of tables."""
-
-    paths: dict[str, str]
-    columns: shared.Columns
-
-    def open(self, role: str) -> Outputs | None:
-        if role not in self.paths:
-            return None
-        columns = replace(self.columns, targets=None) if role == "ood" else self.columns
-        return columns.open(self.paths[role])
+def open_data(paths: dict[str, str], columns: shared.Columns) -> dict[str, Outputs]:
+    """The outputs by their role; those out of distribution without targets."""
+    without_targets = replace(columns, targets=None)
+    return {role: (without_targets if role == "ood" else columns).open(path) for role, path in paths.items()}
 
 
 @dataclass(frozen=True)
@@ -180,8 +176,9 @@ class Trial:
     task: str
     options: dict[str, Any]
     device: str | None
-    files: Files
     seed: int | None
+    paths: dict[str, str]
+    columns: shared.Columns
 
     def reason_against(self, *, strict: bool) -> str | None:
         """Why the method is not for such files, if that is known without them; raises it if `strict`."""
@@ -220,7 +217,7 @@ class Trial:
             "task": self.task,
             "seed": self.options.get("seed", self.seed),
             "device": self.device or "cpu",
-            "data": self.files.paths,
+            "data": self.paths,
             "configuration": configuration,
             "versions": versions(),
             "machine": machine(),
@@ -230,7 +227,7 @@ class Trial:
 def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
     """The result of a function in a process of its own, which ends when this one does, however that ends."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=exit_with_parent) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=start_worker) as pool:
         try:
             return pool.submit(function, *args).result()
         except (KeyboardInterrupt, SystemExit):
@@ -239,8 +236,8 @@ def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
             raise
 
 
-def exit_with_parent() -> None:
-    """Watch the parent process, and end this one when the parent has ended."""
+def start_worker() -> None:
+    """Show log messages, and end this process when its parent has ended."""
 
     def wait() -> None:
         parent = multiprocessing.parent_process()
@@ -248,6 +245,7 @@ def exit_with_parent() -> None:
             parent.join()
         os._exit(1)
 
+    shared.log_to_stderr()
     threading.Thread(target=wait, daemon=True).start()
 
 
@@ -257,8 +255,7 @@ def fit_and_score(trial: Trial) -> tuple[Row, dict[str, Any], list[str]]:
     from posthoc.evaluate import cost
     from posthoc.evaluate.compare import trial as run_trial
 
-    shared.log_to_stderr()
-    data = {role: trial.files.open(role) for role in ("train", "test", "val", "ood")}
+    data = open_data(trial.paths, trial.columns)
     cost.warm_up(trial.device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
