@@ -190,7 +190,7 @@ def stopped(tmp_path):
     """A folder that a run was writing to when it was killed; its workers may still be alive."""
     image_folder(tmp_path / "images", 60)
     code = (
-        "import posthoc.collect.folder_writer as writer; writer.COMMIT_SECONDS = 0\n"
+        "import posthoc.collect.folder as writer; writer.COMMIT_SECONDS = 0\n"
         "import sys, typer; from posthoc.cli.collect import collect; typer.run(collect)"
     )
     args = [NET, tmp_path / "images", "-o", tmp_path / "killed", "--transform", TRANSFORM, *TRUSTED]

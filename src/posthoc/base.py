@@ -473,6 +473,7 @@ class Method(ABC):
         data = opened(data)
         if isinstance(data, Outputs):
             outputs = data
+            outputs.require_finite()
         else:
             features, inputs = self._needs(fitted=False)
             outputs = collect(self._require_backbone(data), data, features=features, inputs=inputs)

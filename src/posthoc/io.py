@@ -1,16 +1,18 @@
-"""Files that are whole or not there: safetensors with a versioned JSON config inside, written atomically; locks."""
+"""Files: written whole or not at all, locks, and safetensors with a versioned JSON config inside."""
 
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
+import platform
 import reprlib
+import secrets
 import shutil
-import sys
-import tempfile
-import warnings
+import stat
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posthoc.errors import FileError, PosthocWarning
+from posthoc.errors import FileError
 
 __all__ = [
     "atomic_folder",
@@ -33,6 +35,7 @@ __all__ = [
     "read_head",
     "read_tensors",
     "require_folder",
+    "require_regular",
     "require_writable",
     "sync_folder",
     "write_head",
@@ -44,12 +47,16 @@ HEAD = "posthoc-head"
 VERSION, HEAD_VERSION = 1, 2
 LONGEST_HEADER = 2**24
 """The largest number of characters in the header of a file."""
-UMASK = os.umask(0o022)
-os.umask(UMASK)  # it can only be read by setting it: once, here, before there are threads
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+"""Errors of a disk that are reported with the name of the file that was to be written."""
 
 
 def require_writable(path: str | os.PathLike[str]) -> Path:
-    """The path, if a file can be written there: to be asked before the work, not after it."""
+    """Returns the path if a file can be written there; call it before the work whose result the file takes.
+
+    Raises:
+        FileError: If there is no folder, or something else than a regular file at the path (a link, a device).
+    """
     target = Path(path)
     if not target.parent.is_dir():
         raise FileError(
@@ -57,13 +64,15 @@ def require_writable(path: str | os.PathLike[str]) -> Path:
         )
     if target.is_dir():
         raise FileError(f"Expected the path of a file to write, found a folder: {target}.")
+    if target.is_symlink() or (target.exists() and not target.is_file()):
+        raise FileError(f"Expected the path of a regular file to write, found a link or a device: {target}.")
     if not os.access(target.parent, os.W_OK):
         raise FileError(f"Expected a folder that can be written to, found one that cannot: {target.parent}.")
     return target
 
 
 def require_folder(path: str | os.PathLike[str]) -> Path:
-    """A folder that can be written to, made if it is not there."""
+    """Returns a folder that can be written to, and makes it if it is not there."""
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise FileError(f"Expected a folder, found a file: {folder}.")
@@ -78,31 +87,49 @@ def require_folder(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
+def require_regular(path: Path) -> None:
+    """Refuses to read what may never end: pipes, devices, sockets."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise FileError(f"Expected a regular file, found a pipe or a device: {path}. Save the data to a file first.")
+
+
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path beside `path`, moved onto it at the end; on an error `path` stays as it was."""
+    """Gives a temporary path beside `path`, which is moved onto it at the end; after an error `path` is as it was.
+
+    Temporary files that killed processes left beside `path` are removed.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, atomic_path(f"{folder}/a.txt") as temporary:
+        ...     _ = temporary.write_text("whole or not at all")
+    """
     target = require_writable(path)
-    suffix = f".tmp{target.suffix}"
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=suffix, dir=target.parent)
-    os.close(handle)
-    temporary = Path(name)
+    remove_leftovers(target)
+    temporary = temporary_beside(target, target.suffix)
     try:
+        temporary.touch(exist_ok=False)
+        permissions = stat.S_IMODE(temporary.stat().st_mode)
         yield temporary
-        temporary.chmod(0o666 & ~UMASK)  # mkstemp makes files private; this is what any new file would have
+        temporary.chmod(permissions)  # those of any new file, also where a library made the file anew
         os.replace(temporary, target)
+    except OSError as error:
+        if isinstance(error, FileError) or error.errno not in NO_ROOM:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """The path of a folder to make beside `path`, moved into its place at the end; on an error `path` stays as it
-    was."""
+    """Gives the path of a folder to make beside `path`, which is moved into its place at the end; after an error `path`
+    is as it was."""
     target = Path(path)
     if not target.is_dir():
         require_writable(target)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-    new, old = beside / "new", beside / "old"
+    remove_leftovers(target)
+    new, old = temporary_beside(target, ""), temporary_beside(target, "")
     try:
         yield new
         replaces = target.is_dir()  # a folder cannot be renamed onto one that is not empty
@@ -116,7 +143,41 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             raise
         sync_folder(target.parent)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        for each in (new, old):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def temporary_beside(target: Path, suffix: str) -> Path:
+    """A new name that says which process on which machine it belongs to."""
+    owner = f"{machine()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return target.parent / f".{target.name}.{owner}.tmp{suffix}"
+
+
+def remove_leftovers(target: Path) -> None:
+    """Removes temporary files and folders of processes that ended without doing so."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.{machine()}-*.tmp*"):
+        number = path.name.removeprefix(f".{target.name}.").split("-")[1]
+        if number.isdigit() and not is_running(int(number)):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def machine() -> str:
+    return f"{zlib.crc32(platform.node().encode()):08x}"
+
+
+def is_running(process: int) -> bool:
+    if os.name != "posix":
+        return True  # to ask would end it
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def sync_folder(folder: Path) -> None:
@@ -131,76 +192,33 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def writing(path: str | os.PathLike[str], then: str) -> Iterator[None]:
-    """Tells what the system refuses inside (a full disk, no permission) as a `FileError` that says what to do then."""
+def writing(path: str | os.PathLike[str], advice: str) -> Iterator[None]:
+    """Turns an `OSError` inside (a full disk, say) into a `FileError` that names the path and gives advice."""
     try:
         yield
     except FileError:
         raise
     except OSError as error:
-        raise FileError(f"Expected to write {path}, found that it cannot be ({error}). {then}") from error
-
-
-HELD: set[int] = set()
-"""The lock files this process has open."""
+        raise FileError(f"Expected to write {path}, found that it cannot be ({error}). {advice}") from error
 
 
 @contextmanager
 def lock(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Holds a lock file against every other writer. The system lets it go when the process ends, however it ends; the
-    file itself stays."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    HELD.add(handle)
+    """Holds a lock file against all other writers, until the process ends at the latest. The file itself stays."""
+    from filelock import FileLock, Timeout
+
+    held = FileLock(path, timeout=0)
     try:
-        try:
-            seize(handle)
-        except BlockingIOError as error:
-            raise FileError(
-                f"Expected to be the only one writing to {Path(path).parent}, found another who does: wait until it "
-                "has ended, or write elsewhere."
-            ) from error
+        held.acquire()
+    except Timeout as error:
+        raise FileError(
+            f"Expected to be the only one writing to {Path(path).parent}, found another who does: wait until it "
+            "has ended, or write elsewhere."
+        ) from error
+    try:
         yield
     finally:
-        if handle in HELD:
-            HELD.remove(handle)
-            os.close(handle)
-
-
-def seize(handle: int) -> None:
-    """Locks an open file for this process alone, or raises BlockingIOError at once."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        try:
-            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-        except OSError as error:
-            raise BlockingIOError(*error.args) from error
-        return
-    import fcntl
-
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        warnings.warn(
-            "This file system has no locks: see to it that only one process writes to the folder.",
-            PosthocWarning,
-            stacklevel=4,
-        )
-
-
-def release_in_child() -> None:
-    # A lock lives as long as any copy of its handle: the workers of a killed process must not keep it.
-    for handle in HELD:
-        os.close(handle)
-    HELD.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=release_in_child)
+        held.release()
 
 
 def write_tensors(

@@ -17,7 +17,10 @@ from posthoc.errors import DataError
 
 __all__ = [
     "TARGET_KEYS",
+    "TEXT_ADVICE",
+    "Array",
     "Batch",
+    "array_of",
     "arrays",
     "as_tensor",
     "change_tensors",
@@ -30,9 +33,14 @@ __all__ = [
     "read_batch",
     "row_count",
     "take",
+    "tensor_of",
     "tensors_of",
     "to_device",
 ]
+
+Array = np.ndarray[Any, Any]
+
+TEXT_ADVICE = "map the classes to integers from 0 (their places in the sorted list of names, say) and save again"
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """Keys under which mappings hold their targets, in order of preference."""
@@ -332,11 +340,37 @@ def as_tensor(value: Any) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array).copy())
 
 
-def signed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def signed(array: Array) -> Array:
     """Unsigned integers as int64, if they fit."""
     if array.dtype.itemsize == 8 and array.size and array.max() > np.iinfo(np.int64).max:
         raise DataError(f"Expected whole numbers below 2^63, got {array.max()}: convert them to real numbers.")
     return array.astype(np.int64)
+
+
+def tensor_of(array: Array, name: str) -> Tensor:
+    """An array that was read from a file as a tensor, without a copy where possible; half precision becomes float32."""
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if kind in "US":
+        raise DataError(f"Expected numbers as {name}, got text ({array.dtype}): {TEXT_ADVICE}.")
+    if kind not in "fiub":
+        raise DataError(f"Expected numbers as {name}, got an array of {array.dtype}.")
+    if kind == "u":
+        array = signed(array)
+    elif kind == "f" and size not in (4, 8):
+        array = array.astype(np.float32 if size < 4 else np.float64)
+    native = array.dtype.newbyteorder("=")
+    return torch.from_numpy(np.require(array, native, ["C_CONTIGUOUS", "WRITEABLE"]))
+
+
+def array_of(tensor: Tensor, name: str) -> Array:
+    """A tensor as an array to write to a file; bfloat16, which NumPy lacks, becomes float32."""
+    tensor = tensor.detach().cpu()
+    if tensor.is_complex():
+        raise DataError(f"Expected real numbers as {name}, got {tensor.dtype}.")
+    if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64):
+        tensor = tensor.float()
+    array: Array = tensor.contiguous().numpy()
+    return signed(array) if array.dtype.kind == "u" else array
 
 
 def row_count(data: Any) -> int:

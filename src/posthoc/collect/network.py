@@ -32,11 +32,10 @@ from posthoc.collect.loaders import (
     tensors_of,
     to_device,
 )
-from posthoc.collect.outputs import Outputs, join
+from posthoc.collect.outputs import Outputs, join, refuse_infinite
 from posthoc.errors import DataError, LayerError, PosthocError
-from posthoc.validation import require_finite
 
-__all__ = ["Backbone", "Reader", "collect", "evaluating", "exclusive", "refuse_infinite", "run_network", "version"]
+__all__ = ["Backbone", "Reader", "collect", "evaluating", "exclusive", "run_network", "version"]
 
 
 # Eval mode, and back.
@@ -355,12 +354,6 @@ def in_rows(outputs: Tensor, batch: Batch, width: tuple[int, ...] | None) -> Ten
 
 def length(value: Any) -> int | None:
     return len(value) if is_list(value) or (is_array(value) and value.ndim) else None
-
-
-def refuse_infinite(values: Tensor, name: str, first_row: int) -> None:
-    """Refuses NaN and infinity: `require_finite`, in a third of the time where all is well."""
-    if values.is_floating_point() and not math.isfinite(values.sum()):
-        require_finite(values, name, first_row=first_row)
 
 
 # The predictor.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
@@ -16,10 +17,13 @@ from posthoc.collect.loaders import as_tensor
 from posthoc.errors import DataError
 from posthoc.validation import as_rows, require_finite
 
-__all__ = ["Outputs", "join"]
+__all__ = ["NAMES", "Outputs", "join", "refuse_infinite"]
 
 NAMES = ("outputs", "targets", "features", "inputs")
 """The parts of `Outputs`."""
+
+ROWS_CHECKED = 2**14
+"""The number of rows that are looked at together for values that are not finite."""
 
 HASHED_WHOLE, HASHED_ROWS = 2**30, 2**16
 """Up to so many bytes all rows are hashed; beyond, so many of them, evenly spaced."""
@@ -45,6 +49,8 @@ class Outputs:
             tensor = as_tensor(value).detach()
             if tensor.ndim < 1:
                 raise DataError(f"Expected {name} with one row a point, got a single number.")
+            if len(tensor) and not tensor.numel():
+                raise DataError(f"Expected at least one column of {name}, got shape {tuple(tensor.shape)}.")
             if name in ("features", "inputs"):
                 tensor = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
             require_finite(tensor, name)
@@ -62,6 +68,12 @@ class Outputs:
         outputs = object.__new__(cls)
         outputs.__dict__.update(dict.fromkeys(NAMES), **parts)
         return outputs
+
+    def require_finite(self) -> None:
+        """Refuses NaN and infinity, block by block: the values of a mapped folder may have changed on the disk."""
+        for name, part in vars(self).items():
+            for start in range(0, len(part) if part is not None else 0, ROWS_CHECKED):
+                refuse_infinite(part[start : start + ROWS_CHECKED], name, start)
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -164,3 +176,9 @@ def stack(parts: Any, name: str) -> Tensor | None:
     if len(widths) > 1:
         raise DataError(f"Expected {name} of one width, got batches of widths {sorted(widths)}.")
     return torch.cat(present)
+
+
+def refuse_infinite(values: Tensor, name: str, first_row: int) -> None:
+    """Refuses NaN and infinity: `require_finite`, in a third of the time where all is well."""
+    if values.is_floating_point() and not math.isfinite(values.sum()):
+        require_finite(values, name, first_row=first_row)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 from torch import Tensor
 
-from posthoc.collect.file_arrays import NAMES, TEXT_ADVICE, Array, tensor_of
+from posthoc.collect.loaders import TEXT_ADVICE, Array, tensor_of
+from posthoc.collect.outputs import NAMES
 from posthoc.errors import DataError, FileError, MissingExtraError, OptionError, PosthocError
 
 __all__ = ["Columns", "read_csv", "read_parquet", "write_parquet"]
@@ -98,6 +99,8 @@ def assemble(chosen: Mapping[str, Choice], values: Mapping[str, Array]) -> dict[
     tensors = {}
     for name, choice in chosen.items():
         parts = [values[column] for column in choice.columns]
+        if not len(parts[0]):
+            raise DataError("Expected at least one row, got none: the table has nothing but its header.")
         array = parts[0] if choice.alone else np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
         if array.dtype.kind in "iub":
             array = array.astype(np.int64 if name == "targets" else np.float64)
@@ -155,24 +158,22 @@ def parse_csv(path: Path, file: TextIO, columns: Columns | None) -> dict[str, Te
 
 def parse(texts: list[str], column: str, first_row: int) -> Array:
     """Whole numbers if all of them are, else real ones."""
+    for row, text in enumerate(texts, first_row):
+        if not is_number(text):
+            advice = TEXT_ADVICE if text.strip() else "remove the rows without one"
+            raise DataError(f"Expected numbers in column {column!r}, got {text!r:.60} in row {row}: {advice}.")
     try:
         return np.array([int(text) for text in texts], dtype=np.int64)
     except (ValueError, OverflowError):
-        pass
-    try:
         return np.array([float(text) for text in texts])
-    except ValueError as error:
-        row, text = next((row, text) for row, text in enumerate(texts, first_row) if not is_number(text))
-        advice = TEXT_ADVICE if text.strip() else "remove the rows without one"
-        raise DataError(f"Expected numbers in column {column!r}, got {text!r} in row {row}: {advice}.") from error
+
+
+NUMBER = re.compile(r"\s*[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|nan|inf(inity)?)\s*", re.IGNORECASE)
+"""A number as programs write it; Python also takes 1_000 and the digits of other scripts."""
 
 
 def is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return NUMBER.fullmatch(text) is not None
 
 
 # Parquet.

@@ -14,8 +14,8 @@ from posthoc.base import CHUNK, Method, require_finite_prediction
 from posthoc.collect import opened
 from posthoc.collect.class_scores import as_logits
 from posthoc.collect.loaders import Batch, arrays, is_arrays, iterate, move, row_count, take, tensors_of
-from posthoc.collect.network import Backbone, evaluating, exclusive, refuse_infinite, run_network
-from posthoc.collect.outputs import Outputs
+from posthoc.collect.network import Backbone, evaluating, exclusive, run_network
+from posthoc.collect.outputs import Outputs, refuse_infinite
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.predictive.base import Predictive

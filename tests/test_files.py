@@ -387,10 +387,11 @@ def test_folder_that_cannot_be_moved_into_place_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_outputs(some(), tmp_path / "data")
-    replace = os.replace
+    replace, refused = os.replace, list[Path]()
 
     def refusing(source: Path, target: Path) -> None:
-        if Path(source).name == "new":
+        if Path(target).name == "data" and not refused:
+            refused.append(source)
             raise OSError(28, "No space left on device")
         replace(source, target)
 

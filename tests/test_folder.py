@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -18,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-import posthoc.collect.folder_writer as writer_module
-from posthoc import DataError, FileError, Outputs, PosthocWarning
+import posthoc.collect.folder as writer_module
+from posthoc import DataError, FileError, Outputs
 from posthoc.collect import OutputsWriter, open_outputs, read_identity, save_outputs
 from posthoc.io import lock
-from tests.test_storage import bits, change_manifest, contents, small_files, some, written
+from tests.test_files import bits, change_manifest, contents, small_files, some, written
 
 ROOT = Path(__file__).parent.parent
 
@@ -305,7 +304,7 @@ def test_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with pytest.warns(PosthocWarning, match="no locks"):
+    with pytest.warns(UserWarning, match="flock not supported"):
         written(tmp_path / "data", some())
     assert bits(open_outputs(tmp_path / "data")) == bits(some())
 
@@ -316,7 +315,7 @@ def test_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_runs_go_on_to_the_same_bytes(tmp_path: Path) -> None:
     # In a process of its own, which has no threads: it forks children and kills them.
-    code = "import sys; from tests.test_storage_writer import kill_children, Path; kill_children(Path(sys.argv[1]))"
+    code = "import sys; from tests.test_folder import kill_children, Path; kill_children(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=ROOT, timeout=100)
 
 
@@ -324,7 +323,7 @@ def kill_children(folder: Path) -> None:
     torch.set_num_threads(1)
     # A kill, unlike a power cut, loses nothing that was written: there is no need to wait for the disk.
     setattr(os, "fsync", lambda _: None)  # noqa: B010
-    for kill in (kill_at_lines, kill_at_random, kill_with_workers):
+    for kill in (kill_at_steps, kill_with_workers):
         (folder / kill.__name__).mkdir()
         kill(folder / kill.__name__)
 
@@ -347,36 +346,41 @@ def ended(number: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
 
-class KillAtLine:
-    """Kills this process before the nth line of the storage that it executes."""
+def kill_at_step(n: int) -> None:
+    """Lets this process be killed before or after a write, a wait for the disk or a rename, the nth of all."""
+    left = n
 
-    def __init__(self, n: int) -> None:
-        self.left = n
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def __call__(self, frame: Any, event: str, argument: object) -> Any:
-        path = frame.f_code.co_filename
-        if not path.endswith(
-            ("posthoc/io.py", "collect/folder.py", "collect/folder_writer.py", "collect/file_arrays.py")
-        ):
-            return None
-        if event == "line":
-            self.left -= 1
-            if not self.left:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return self
+    def counted(step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            count()
+            found = step(*args, **kwargs)
+            count()
+            return found
+
+        return run
+
+    growing = writer_module.GrowingFile
+    for place, name in ((os, "fsync"), (os, "replace"), (growing, "_put"), (growing, "_truncate"), (Path, "unlink")):
+        setattr(place, name, counted(getattr(place, name)))
 
 
-def kill_at_lines(folder: Path) -> None:
+def kill_at_steps(folder: Path) -> None:
     writer_module.COMMIT_SECONDS = 0.0
     data = some(10)
     written(folder / "whole", data, 4)
     expected = contents(folder / "whole")
-    deaths, line, left_with = 0, 1, set()
+    deaths, left_with = 0, set()
     while True:
-        target = folder / f"killed at {line}"
+        target = folder / f"killed at {deaths + 1}"
 
-        def run(line: int = line, target: Path = target) -> None:
-            sys.settrace(KillAtLine(line))
+        def run(step: int = deaths + 1, target: Path = target) -> None:
+            kill_at_step(step)
             written(target, data, 4)
 
         status = ended(child(run))
@@ -390,37 +394,15 @@ def kill_at_lines(folder: Path) -> None:
             with OutputsWriter(target, identity={"network": "abc"}) as writer:
                 left_with.add(writer.rows)
             written(target, data, 4)
-        assert contents(target) == expected, line
+        assert contents(target) == expected, deaths
         shutil.rmtree(target)
-        line += 29
-    assert deaths > 20, deaths
+    assert deaths > 50, deaths
     assert left_with == {0, 4, 8, 10, "complete"}, left_with
 
 
 def complete(folder: Path) -> bool:
     manifest = folder / "outputs.json"
     return manifest.exists() and bool(json.loads(manifest.read_text())["complete"])
-
-
-def kill_at_random(folder: Path) -> None:
-    writer_module.COMMIT_SECONDS = 0.001
-    draw = random.Random(0)
-    data = Outputs(torch.randn(2000, 500), torch.randint(9, (2000,)), torch.randn(2000, 300).half())
-    start = time.perf_counter()
-    written(folder / "whole", data, 20)
-    longest = time.perf_counter() - start + 0.03  # a fork has to be made
-    deaths = repeats = 0
-    while deaths < 8:
-        target, repeats = folder / f"data {repeats}", repeats + 1
-        while not complete(target):
-            number = child(lambda target=target: written(target, data, 20))  # type: ignore[misc]
-            time.sleep(draw.uniform(0.0, longest))
-            os.kill(number, signal.SIGKILL)
-            status = ended(number)
-            assert status in (0, -signal.SIGKILL), status
-            deaths += status != 0
-        assert contents(target) == contents(folder / "whole")
-        shutil.rmtree(target)
 
 
 def kill_with_workers(folder: Path) -> None:

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from posthoc import DataError, FileError, MissingExtraError, OptionError
 from posthoc.collect import open_outputs, save_outputs
-from tests.test_storage import some
+from tests.test_files import some
 
 
 def probabilities() -> dict[str, list[Any]]:
