@@ -21,5 +21,5 @@ def test_steps_and_learning_rate_have_defaults_of_their_own(task: str, steps: in
 
 
 def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"Unknown option novelty. The options are: kernel, variance, .*ood_strength"):
+    with pytest.raises(OptionError, match=r"Unknown option 'novelty' of fmgp. Its options are: .*ood_strength"):
         FMGP(None, "classification", novelty=1.0)

@@ -130,7 +130,7 @@ def test_file_holds_neither_paths_nor_times(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "later.safetensors").read_bytes() == data
     for private in (str(tmp_path), str(Path.home()), str(Path(__file__).parent), os.uname().nodename):
         assert private.encode() not in data
-    parts = "classes columns config format likelihood method network rounding sha256 shapes version"
+    parts = "classes columns config format likelihood method network rounding selection sha256 shapes version"
     assert sorted(contents(path)[1]) == parts.split()
 
 
@@ -384,7 +384,7 @@ def test_config_with_a_part_missing_is_refused(key: str, tmp_path: Path) -> None
 def test_kernel_that_this_version_does_not_know_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     tensors, config = contents(path)
-    config["config"]["head"]["kernel"] = {"type": "periodic", "on": "features"}
+    config["shapes"]["fitted"]["kernel"] = {"type": "periodic", "on": "features"}
     rewrite(path, tensors, config)
     with pytest.raises(FileError, match=r"kernel .*'periodic'.*fitted for .*'rbf'"):
         FMGP.load(path, model=mlp())

@@ -444,9 +444,9 @@ class Method(ABC):
         """A fitted state of these shapes, to load tensors into."""
         return Fitted(self._blank_likelihood())
 
-    def _blank_likelihood(self) -> Likelihood:
-        """A likelihood with parameters of the shapes that it has for outputs of this width."""
-        likelihood = copy.deepcopy(self._likelihood)
+    def _blank_likelihood(self, likelihood: Likelihood | None = None) -> Likelihood:
+        """A likelihood, by default the method's, with parameters of the shapes it has for outputs of this width."""
+        likelihood = copy.deepcopy(likelihood or self._likelihood)
         row = torch.zeros(()).expand(1, *(self._width or ()))
         likelihood.check_outputs(row)
         likelihood.initialize(row, row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,9 @@ from torch import Tensor
 from posthoc.base import Job
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
-from posthoc.fmgp.config import NOT_KEPT, FMGPConfig
 from posthoc.fmgp.coordinates import Coordinates
-from posthoc.fmgp.fitted import NO_VARIANCE, FittedFMGP
-from posthoc.fmgp.inducing_points import Inducing, given, kmeans, per_class, random_classes, random_points
+from posthoc.fmgp.fitted import FittedFMGP
+from posthoc.fmgp.inducing_points import Inducing, NotKept, given, kmeans, per_class, random_classes, random_points
 from posthoc.fmgp.minibatches import DrawnBatches, FreshBatches, PointView
 from posthoc.fmgp.objective import Objective, TrainingBatch
 from posthoc.fmgp.ood import OutOfDistribution
@@ -29,6 +28,9 @@ from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import best_inverse
 from posthoc.training import History, Ranks, Source, Training, single_thread, train
 from posthoc.validation import as_numbers
+
+if TYPE_CHECKING:
+    from posthoc.fmgp.estimator import FMGPConfig
 
 __all__ = ["SMALL", "START", "TYPICAL_ROWS", "inducing_owners", "inducing_places", "train_form", "trains_in_parallel"]
 
@@ -48,6 +50,9 @@ LARGE_OUTPUTS = 2**30
 """Outputs of more bytes stay in their file or in the host's memory where a fit reads only some of them."""
 PARALLEL_BYTES = 2**28
 """Outputs of more bytes are fitted one candidate after the other, since each candidate copies most of them."""
+
+NO_VARIANCE = 1e-12
+"""Variance of the kernel that stands for the absent one of temperature scaling."""
 
 FreshSource = Callable[[PointView, Likelihood], Generator[TrainingBatch]]
 """Gives batches from the network, which is run anew at every step."""
@@ -122,12 +127,12 @@ def build_process(
 
 def inducing_places(inducing: Any, number: int, view: PointView, generator: torch.Generator) -> dict[str, Tensor]:
     """Where inducing points start: chosen among the points, or as given by the user."""
+    if isinstance(inducing, NotKept):
+        raise OptionError(
+            "Expected the inducing points that were given to the first fit, which the head's file does not hold: "
+            "to fit again, build FMGP(..., inducing=points)."
+        )
     if isinstance(inducing, str):
-        if inducing == NOT_KEPT:
-            raise OptionError(
-                "Expected the inducing points that were given to the first fit, which the head's file does not hold: "
-                "to fit again, build FMGP(..., inducing=points)."
-            )
         choose = {"kmeans": kmeans, "random": random_points}[inducing]
         return choose(view, number, generator)
     spaces = view.coordinates.spaces
@@ -173,7 +178,7 @@ def train_fitted(
         stack.enter_context(single_thread(fresh is None and small))
         return train(
             Objective(process, likelihood, config.alpha, job.num_data, kl_copies, form.prior, draws),
-            fitted.parameters(),
+            [*process.parameters(), *likelihood.parameters()],
             source,
             training,
             score=fitted.validation_score(job.val) if job.val is not None else None,
@@ -192,7 +197,8 @@ def temperature_scaling(job: Job, config: FMGPConfig, likelihood: Likelihood, de
     kernel = Constant(variance=NO_VARIANCE).to(device)
     coordinates = Coordinates.of(typical, kernel, standardize=config.standardize)
     inducing = Inducing(coordinates.points(typical[:1]), torch.zeros(1, dtype=torch.long))
-    return FittedFMGP(Process(kernel, inducing, typical.outputs.shape[1], None, start=0.0), coordinates, likelihood)
+    process = Process(kernel, inducing, typical.outputs.shape[1], None, start=0.0)
+    return FittedFMGP(process, coordinates, likelihood, has_variance=False)
 
 
 def trains_in_parallel(job: Job, config: FMGPConfig, device: torch.device) -> bool:

@@ -2,49 +2,126 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Self
+from operator import methodcaller
+from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
 
-from posthoc.base import Job, OldMethod, first_values
+from posthoc.base import Job, Method, reading
 from posthoc.collect.augmentation import Augmented
 from posthoc.collect.loaders import iterate
 from posthoc.collect.outputs import Outputs, join
-from posthoc.errors import DataError, FileError, LayerError, NotFittedError, OptionError
+from posthoc.config import FeatureConfig, ScoreConfig, SeedConfig, option
+from posthoc.errors import DataError, LayerError, NotFittedError, OptionError
 from posthoc.fmgp.build import TYPICAL_ROWS, FreshSource, train_form, trains_in_parallel
-from posthoc.fmgp.config import NOT_KEPT, FMGPConfig, shortened
 from posthoc.fmgp.fitted import FittedFMGP
+from posthoc.fmgp.inducing_points import NotKept, as_points
 from posthoc.fmgp.minibatches import PointView
 from posthoc.fmgp.noise_fit import fit_residuals
 from posthoc.fmgp.objective import TrainingBatch
-from posthoc.fmgp.selection import SELECTION, HeldOut, Selection, VarianceForm, select_form
-from posthoc.io import check_config
-from posthoc.kernels import Kernel, describe
+from posthoc.fmgp.selection import SELECTION, HeldOut, Selection, VarianceForm, select_form, shortened
+from posthoc.kernels import RBF, Kernel, as_kernel
 from posthoc.kernels.registry import kernel_from_file, kernel_of_head
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.learned_noise import MixtureNoise
 from posthoc.predictive.base import Predictive
-from posthoc.saved import Saved
 from posthoc.training import History, Ranks, Training
+from posthoc.validation import choice
 
-__all__ = ["FMGP"]
+__all__ = ["FMGP", "FMGPConfig"]
 
 MAX_DENSE_OUTPUTS = 32
 """Up to this number of classes, every prediction has the covariance of the logits."""
 MAX_VALUES = 2**24
 """Numbers in the largest tensor of a prediction, rows x outputs x inducing points: 128 MB."""
-PARTS = {"kernel": dict, "inducing": str, "inducing_classes": list | None, "head": dict, "selection": dict}
-"""Types of the options in a file."""
+STEPS_PER_ROOT, MIN_STEPS, MAX_STEPS = 7.0, 200, 2000
+"""By default a regression is trained for 7 √N steps, within these limits (docs/ablation.md)."""
+DEFAULT_STEPS = 1000
+"""Default number of steps of a classification."""
+DEFAULT_LR = {"classification": 0.01, "regression": 0.02}
+"""Default learning rates by task."""
 
 
-class FMGP(OldMethod):
+def encode_points(inducing: Any) -> Any:
+    """The option `inducing` as JSON: points of the user are private, so a hash stands for them."""
+    return inducing if isinstance(inducing, str) else {"given": digest_of(inducing)}
+
+
+def decode_points(stored: Any, given: Any) -> Any:
+    return stored if isinstance(stored, str) else NotKept(stored["given"])
+
+
+def encode_classes(classes: Any) -> list[int] | None:
+    return None if classes is None else torch.as_tensor(classes).tolist()
+
+
+def digest_of(points: Any) -> dict[str, Any] | str:
+    """A hash of arrays that a user gave."""
+    if isinstance(points, NotKept):
+        return points.digest
+    if isinstance(points, Mapping):
+        return {name: str(digest_of(block)) for name, block in sorted(points.items())}
+    tensor = torch.as_tensor(points).detach().cpu().double().contiguous()
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FMGPConfig(ScoreConfig, FeatureConfig, SeedConfig):
+    """Options of `FMGP`, which describes them."""
+
+    kernel: Any = option(None, encode=methodcaller("recipe"), decode=kernel_from_file, on_load=True)
+    variance: Literal["auto", "per_output", "shared", "separable"] = "auto"
+    inducing: Any = option("kmeans", encode=encode_points, decode=decode_points)
+    inducing_classes: Any = option(None, encode=encode_classes)
+    num_inducing: int = option(100, least=1)
+    alpha: float = option(1.0, least=0.0, most=1.0)
+    standardize: bool = True
+    output_rank: int | None = option(None, least=1)
+    kl: Literal["copies", "once"] | None = None
+    ood_strength: float | None = option(None, least=0.0)
+    residuals: Literal["learned", "gaussian"] = "learned"
+    cache: bool = True
+    steps: int | None = option(None, least=0)
+    batch_size: int = option(100, least=1)
+    lr: float | None = option(None, above=0.0)
+    eval_every: int = option(20, least=1)
+    patience: int | None = option(5, least=1)
+    progress: bool | None = option(None, saved=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "kernel", as_kernel(self.kernel) if self.kernel is not None else RBF())
+        if isinstance(self.inducing, str):
+            choice("inducing", self.inducing, ("kmeans", "random", "per_class"))
+            if self.inducing == "per_class" and self.inducing_classes is not None:
+                raise OptionError('inducing="per_class" takes the classes from the data: leave inducing_classes out.')
+        elif not isinstance(self.inducing, NotKept):
+            for block in self.inducing.values() if isinstance(self.inducing, Mapping) else [self.inducing]:
+                as_points(block)  # an error now, before the network is run
+
+    def resolved(self, task: str) -> FMGPConfig:
+        """The same options with the defaults of `steps` and `lr` for this task, each filled in on its own. The steps
+        of a regression stay None, because their default depends on the number of rows."""
+        if task != "classification" and isinstance(self.inducing, str) and self.inducing == "per_class":
+            raise OptionError('inducing="per_class" needs classes; use "kmeans" or "random" for regression.')
+        steps = DEFAULT_STEPS if self.steps is None and task == "classification" else self.steps
+        lr = DEFAULT_LR.get(task, DEFAULT_LR["regression"]) if self.lr is None else self.lr
+        return replace(self, steps=steps, lr=lr)
+
+    def training(self, rows: int) -> Training:
+        """How to train on this number of rows."""
+        by_rows = round(min(max(STEPS_PER_ROOT * math.sqrt(rows), MIN_STEPS), MAX_STEPS))
+        given = {each.name: getattr(self, each.name) for each in fields(Training)}
+        return Training(**{**given, "steps": by_rows if self.steps is None else self.steps})
+
+
+class FMGP(Method):
     """A fixed-mean Gaussian process around a trained network.
 
     The network's output stays the mean of the prediction. A Gaussian process with M inducing points gives its
@@ -107,69 +184,46 @@ class FMGP(OldMethod):
     name = "fmgp"
     any_task = True
     wants_unseen = True
-    load_options = ("kernel",)
+    trains = True
+    Config = FMGPConfig
+    config: FMGPConfig
+    _fitted: FittedFMGP | None
 
-    def __init__(
-        self,
-        model: nn.Module | Callable[..., Any] | None,
-        likelihood: str | Likelihood,
-        *,
-        layer: str | None = None,
-        outputs_are: str = "logits",
-        device: str | torch.device | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, likelihood, layer=layer, outputs_are=outputs_are, device=device)
-        names = [field.name for field in fields(FMGPConfig)]
-        if unknown := sorted(options.keys() - set(names)):
-            raise OptionError(f"Unknown option {', '.join(unknown)}. The options are: {', '.join(names)}.")
-        self.config: Any = FMGPConfig(**options).resolved(self._likelihood.task)
-        per_class = isinstance(self.config.inducing, str) and self.config.inducing == "per_class"
-        if per_class and self._likelihood.task != "classification":
-            raise OptionError('inducing="per_class" needs classes; use "kmeans" or "random" for regression.')
+    def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
+        super().__init__(model, likelihood, **options)
+        self.config = self.config.resolved(self._likelihood.task)
         self._likelihood.check_alpha(self.config.alpha)
         self.history = History()
-        self.head: FittedFMGP | None = None
-        self._selection: Selection | None = None
 
     def __repr__(self) -> str:
-        described = f"FMGP({self._likelihood.task}, {type(self._kernel).__name__}"
-        if self.head is None or self._selection is None:
+        described = f"FMGP({self._likelihood.task}, {type(self.config.kernel).__name__}"
+        if self._fitted is None:
             return f"{described}, not fitted)"
-        return f"{described}, {len(self.head.process.l_raw)} inducing points, {self._selection})"
+        return f"{described}, {len(self._fitted.process.l_raw)} inducing points, {self.selection_})"
 
     @property
-    def _kernel(self) -> Kernel:
-        kernel: Kernel = self.config.kernel
-        return kernel
-
-    @property
-    def _head(self) -> FittedFMGP:
-        if self.head is None:
-            raise NotFittedError("Call fit(...) first, or load a saved head.")
-        return self.head
+    def head(self) -> FittedFMGP:
+        """What the last fit left."""
+        if self._fitted is None:
+            raise NotFittedError("Expected a fitted FMGP: call fit(...), or load a saved head.")
+        return self._fitted
 
     @property
     def selection_(self) -> Selection:
         """What the last fit chose, and why."""
-        if self._selection is None:
-            raise NotFittedError("Call fit(...) before selection_, or load a saved head.")
-        return self._selection
-
-    @property
-    def likelihood(self) -> Likelihood:
-        return self.head.likelihood if self.head is not None else self._likelihood
+        return self.head.selection
 
     @property
     def kernel(self) -> Kernel:
-        """The fitted kernel; before a fit, the given one."""
-        return self.head.process.kernel if self.head is not None else self._kernel
+        """The kernel; after a fit, the fitted one."""
+        kernel: Kernel = self._fitted.process.kernel if self._fitted is not None else self.config.kernel
+        return kernel
 
     def _check_data(self, data: Any) -> None:
         if not self.config.cache and isinstance(data, Iterator):
             raise DataError("cache=False reads the data again and again: give a DataLoader or arrays, not an iterator.")
 
-    def _fit(self, job: Job) -> None:
+    def _fit(self, job: Job) -> FittedFMGP:
         """Selects a form of the variance, trains it on all rows, and corrects its confidence."""
         cached = self._cached(job)
         if not cached and (job.checkpoint is not None or not Ranks().alone):
@@ -179,11 +233,11 @@ class FMGP(OldMethod):
         parallel = cached and trains_in_parallel(job, self.config, self._device(job))
         selection = select_form(job, self.config, self._likelihood, self._fit_and_score, parallel)
         if self._likelihood.task == "regression":
-            fitted, history, selection = self._train_regression(job, selection, parallel)
+            fitted, self.history = self._train_regression(job, selection, parallel)
         else:
-            fitted, history = self._train(job, selection.form, self._training(job))
-            selection = self._correct_confidence(fitted, job, selection)
-        self.head, self.history, self._selection = fitted, history, selection
+            fitted, self.history = self._train(job, selection.form, self._training(job))
+            self._correct_confidence(fitted, job, selection)
+        return fitted
 
     def _fit_and_score(self, part: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
         """Log-probabilities of held-out rows by a candidate that is trained on others."""
@@ -196,9 +250,7 @@ class FMGP(OldMethod):
                 log_probs[SELECTION.ood_strength] = fitted.log_probs(unseen)
         return log_probs
 
-    def _train_regression(
-        self, job: Job, selection: Selection, parallel: bool
-    ) -> tuple[FittedFMGP, History, Selection]:
+    def _train_regression(self, job: Job, selection: Selection, parallel: bool) -> tuple[FittedFMGP, History]:
         """Trains on all rows, with the distribution of the residuals if it is to be learned."""
         training, rows = self._training(job), len(job.train)
         requested = self.config.residuals == "gaussian"
@@ -206,17 +258,15 @@ class FMGP(OldMethod):
         if likelihood is None:
             why = "as requested" if requested else f"as {rows:,} rows are too few to learn them"
             fitted, history = self._train(job, selection.form, training)
-            return fitted, history, replace(selection, residuals=f"Gaussian residuals, {why}")
+            fitted.selection = replace(selection, residuals=f"Gaussian residuals, {why}")
+            return fitted, history
 
         def train(part: Job) -> tuple[FittedFMGP, History]:
             return self._train(part, selection.form, training, likelihood, part_of_rows=part is not job)
 
         fitted, history = fit_residuals(job, train, parallel)
-        return (
-            fitted,
-            history,
-            replace(selection, residuals=f"residuals with a learned distribution, from {rows:,} rows"),
-        )
+        fitted.selection = replace(selection, residuals=f"residuals with a learned distribution, from {rows:,} rows")
+        return fitted, history
 
     def _train(
         self,
@@ -233,15 +283,14 @@ class FMGP(OldMethod):
         fresh: FreshSource | None = None if self._cached(job) else partial(self._fresh_batches, job.data)
         return train_form(job, form, config, likelihood or self._likelihood, training, self._device(job), fresh)
 
-    def _correct_confidence(self, fitted: FittedFMGP, job: Job, selection: Selection) -> Selection:
+    def _correct_confidence(self, fitted: FittedFMGP, job: Job, selection: Selection) -> None:
         """Applies the corrections of a selection, with the strength that the user asked for, if any."""
-        fitted.recalibration = selection.recalibration
         strength = self.config.ood_strength if self.config.ood_strength is not None else selection.ood_strength
         if strength:
             typical = job.train.spread(TYPICAL_ROWS).to(fitted.device)
             fitted.add_ood_variance(typical, strength, selection.form.ood_exponent)
             Ranks().share(list(fitted.buffers()))
-        return replace(selection, ood_strength=strength if fitted.ood is not None else 0.0)
+        fitted.selection = replace(selection, ood_strength=strength if fitted.ood is not None else 0.0)
 
     def _training(self, job: Job) -> Training:
         """How to train. Augmented images have less to learn from: they are trained as candidates are."""
@@ -269,12 +318,11 @@ class FMGP(OldMethod):
                 if not seen:
                     raise DataError("Expected data in every pass of the loader, got none in the last one.")
 
-    def _old_predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
-        fitted = self._head
+    def _predictor(self, fitted: FittedFMGP, *, covariance: bool) -> Callable[[Outputs], Predictive]:
         w = fitted.prepared()
         # Samples of the logits need their covariance, which is cheap for few classes.
         few = fitted.process.coupling is not None and fitted.process.num_outputs <= MAX_DENSE_OUTPUTS
-        dense = covariance or (few and self.likelihood.samples_latent)
+        dense = covariance or (few and self._likelihood.samples_latent)
 
         def predict(outputs: Outputs) -> Predictive:
             device = outputs.outputs.device
@@ -284,7 +332,7 @@ class FMGP(OldMethod):
         return predict
 
     def _rows_at_once(self) -> int:
-        process = self._head.process
+        process = self.head.process
         rows, coupling = super()._rows_at_once(), process.coupling
         if coupling is None or process.separable:
             return rows
@@ -293,10 +341,10 @@ class FMGP(OldMethod):
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
         if fitted:
-            spaces: set[str | None] = set(self._head.reads())
+            spaces: set[str | None] = set(self.head.reads())
         else:
             layered = self.backbone is not None and self.backbone.has_features
-            spaces = {space or ("features" if layered else "inputs") for space in self._kernel.spaces() or {None}}
+            spaces = {space or ("features" if layered else "inputs") for space in self.config.kernel.spaces() or {None}}
             if self.config.ood_strength != 0.0 and layered and self._likelihood.task == "classification":
                 spaces.add("features")
             if "features" in spaces and self.backbone is not None and not layered:
@@ -306,65 +354,19 @@ class FMGP(OldMethod):
                 )
         return "features" in spaces, "inputs" in spaces
 
-    def _recipe(self) -> dict[str, Any]:
-        own = {} if isinstance(self.config.inducing, str) else {"inducing": digest_of(self.config.inducing)}
-        classes = self.config.inducing_classes
-        return {
-            **self._plain_options(),
-            "kernel": self._kernel.spec(),
-            "kernel_parts": [describe(part) for part in self._kernel.modules()],
-            "kernel_start": first_values(self._kernel),
-            "inducing": own or self.config.inducing,
-            "inducing_classes": None if classes is None else digest_of(classes),
-            "layer": self.layer,
-            "outputs_are": self.outputs_are,
-        }
+    def _blank(self, shapes: Mapping[str, Any]) -> FittedFMGP:
+        likelihood = self._likelihood
+        if shapes["normals"] is not None and isinstance(likelihood, Gaussian):
+            likelihood = MixtureNoise(likelihood, shapes["normals"])
+        kernel = kernel_of_head(self.config.kernel, shapes["kernel"])
+        return FittedFMGP.blank(shapes, kernel, self._blank_likelihood(likelihood), math.prod(self._width or ()))
 
-    def _plain_options(self) -> dict[str, Any]:
-        """The options that are plain values, but for those that decide no number."""
-        others = ("kernel", "inducing", "inducing_classes", "progress")
-        return {f.name: getattr(self.config, f.name) for f in fields(self.config) if f.name not in others}
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return self._head.state_dict()
-
-    def _options(self) -> dict[str, Any]:
-        classes, inducing = self.config.inducing_classes, self.config.inducing
-        return {
-            **self._plain_options(),
-            "kernel": self._kernel.recipe(),
-            "inducing": inducing if isinstance(inducing, str) else NOT_KEPT,
-            "inducing_classes": None if classes is None else torch.as_tensor(classes).tolist(),
-            "head": self._head.options(),
-            "selection": self.selection_.to_dict(),
-        }
+    def _header(self) -> dict[str, Any]:
+        return {**super()._header(), "selection": self.selection_.to_dict()}
 
     @classmethod
-    def _rebuild(cls, saved: Saved) -> Self:
-        check_config(saved.path, options := saved.options, PARTS)
-        shape, selection = options.pop("head"), Selection.from_dict(options.pop("selection"))
-        options["kernel"] = kernel_from_file(options["kernel"], saved.extra.get("kernel"))
-        method = saved.unfitted(cls, **options)
-        likelihood = copy.deepcopy(method._likelihood)
-        if shape["normals"] is not None and isinstance(likelihood, Gaussian):
-            laws = saved.tensors["likelihood.weights"].shape[:-1]
-            saved.check_some({"likelihood.weights": (*laws, shape["normals"])})
-            likelihood = MixtureNoise(likelihood, shape["normals"])
-        kernel = kernel_of_head(saved.path, method._kernel, shape["kernel"])
-        fitted = FittedFMGP.rebuild(saved, shape, kernel, likelihood)
-        if fitted.process.kernel.spec() != shape["kernel"]:
-            raise FileError(
-                f"Expected the kernel this head was fitted with, {shape['kernel']}, "
-                f"found {fitted.process.kernel.spec()}: give one of the same form."
-            )
-        fitted.recalibration = selection.recalibration
-        method.head, method._selection = fitted.to(method._home()), selection
+    def _restored(cls, path: Any, tensors: Any, header: dict[str, Any], model: Any, given: Mapping[str, Any]) -> Self:
+        method = super()._restored(path, tensors, header, model, given)
+        with reading(path):
+            method.head.selection = Selection.from_dict(header["selection"])
         return method
-
-
-def digest_of(values: Any) -> dict[str, Any] | str:
-    """A hash of arrays that a user gave."""
-    if isinstance(values, Mapping):
-        return {name: digest_of(block) for name, block in sorted(values.items())}
-    tensor = torch.as_tensor(values).detach().cpu().double().contiguous()
-    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()

@@ -4,56 +4,39 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from posthoc.base import Fitted
 from posthoc.collect.network import version
 from posthoc.collect.outputs import Outputs
-from posthoc.errors import DataError
+from posthoc.errors import DataError, FileError
 from posthoc.fmgp.coordinates import Coordinates
 from posthoc.fmgp.inducing_points import Inducing
 from posthoc.fmgp.ood import OutOfDistribution, top_margin
 from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
-from posthoc.io import changed, check_config
-from posthoc.kernels import Constant, Kernel
+from posthoc.fmgp.selection import Selection, VarianceForm
+from posthoc.kernels import Kernel
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
-from posthoc.likelihoods.recalibration import NONE, Recalibration
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.latent import Latent, Widened, ZeroLatent
-from posthoc.saved import Saved
 from posthoc.training import Ranks
 
-__all__ = ["FittedFMGP", "check_options"]
+__all__ = ["FittedFMGP"]
 
 CHUNK = 1024
 """Rows predicted at a time while the fit goes on."""
 MIN_MARGIN = 1e-30
 """Lower limit of the mean squared margin that the strength is divided by; it is zero where all outputs are equal."""
-NO_VARIANCE = 1e-12
-"""The variance of the constant kernel that stands for temperature scaling; predictions take it for zero."""
-
-PARTS = {
-    "kernel": dict,
-    "spaces": dict,
-    "default_space": str,
-    "num_inducing": int,
-    "num_outputs": int,
-    "shared": bool,
-    "separable": bool,
-    "rank": int | None,
-    "ood": list | None,
-    "normals": int | None,
-}
-"""Types of the options in a file."""
 
 
-class FittedFMGP(nn.Module):
+class FittedFMGP(Fitted):
     """A fitted process with the coordinates it sees, its likelihood and the corrections of its confidence.
 
     Args:
@@ -61,7 +44,7 @@ class FittedFMGP(nn.Module):
         coordinates: Blocks and units that its kernel reads.
         likelihood: The fitted likelihood.
         ood: The out-of-distribution variance, if any.
-        recalibration: Correction of a classifier's confidence.
+        has_variance: False for temperature scaling, whose logits have no variance.
     """
 
     def __init__(
@@ -70,22 +53,17 @@ class FittedFMGP(nn.Module):
         coordinates: Coordinates,
         likelihood: Likelihood,
         ood: OutOfDistribution | None = None,
-        recalibration: Recalibration = NONE,
+        *,
+        has_variance: bool = True,
     ) -> None:
-        super().__init__()
-        self.process, self.coordinates, self.likelihood, self.ood = process, coordinates, likelihood, ood
-        self.recalibration = recalibration
+        super().__init__(likelihood)
+        self.process, self.coordinates, self.ood, self.has_variance = process, coordinates, ood, has_variance
+        self.selection = Selection(VarianceForm("per_output"), "the only form")
         self._prepared: tuple[list[tuple[int, int]], Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
         return self.process.l_raw.device
-
-    @property
-    def has_variance(self) -> bool:
-        """False if this is temperature scaling, whose logits have no variance."""
-        kernel = self.process.kernel
-        return not (isinstance(kernel, Constant) and float(kernel.log_variance.exp()) <= 2.0 * NO_VARIANCE)
 
     def reads(self) -> set[str]:
         """The blocks it reads besides the outputs."""
@@ -108,7 +86,7 @@ class FittedFMGP(nn.Module):
             latent = Widened(latent, self.ood.extra_variance(distance, outputs.outputs.to(self.device)))
             scale = self.ood.logit_scale(distance) if self.ood.exponent else None
         pred = self.likelihood.predictive(outputs.outputs, latent, covariance=covariance, logit_scale=scale)
-        return self.recalibration(pred)
+        return self.selection.recalibration(pred)
 
     def latent(self, outputs: Outputs, w: Tensor) -> Latent:
         """The latent Gaussian at some rows, without out-of-distribution variance."""
@@ -172,57 +150,45 @@ class FittedFMGP(nn.Module):
         unit = unit / top_margin(rows.outputs).square().mean().clamp_min(MIN_MARGIN)
         self.ood.strength = unit * strength
 
-    def options(self) -> dict[str, Any]:
-        """What `rebuild` needs besides the tensors."""
+    def shapes(self) -> dict[str, Any]:
         coupling = self.process.coupling
         return {
             "kernel": self.process.kernel.spec(),
             "spaces": {space: self.coordinates.width(space) for space in self.coordinates.spaces},
             "default_space": self.coordinates.default,
-            "num_inducing": len(self.process.l_raw),
-            "num_outputs": self.process.num_outputs,
+            "owners": self.process.z_class.tolist(),
             "shared": coupling is None,
             "separable": self.process.separable,
             "rank": coupling.rank if coupling is not None else None,
             "ood": [*self.ood.basis.shape, self.ood.exponent] if self.ood is not None else None,
             "normals": getattr(self.likelihood, "normals", None),
+            "has_variance": self.has_variance,
         }
 
     @classmethod
-    def rebuild(cls, saved: Saved, options: dict[str, Any], kernel: Kernel, likelihood: Likelihood) -> FittedFMGP:
-        """Builds modules of the shapes in the options, and fills them from a file's tensors."""
-        check_options(saved, options)
-        m, num_outputs, spaces = options["num_inducing"], options["num_outputs"], options["spaces"]
-        blank = {space: torch.zeros(m, d, dtype=torch.float64) for space, d in spaces.items()}
-        kernel.initialize(blank, options["default_space"])
-        # The order of the inducing points depends on their classes, so these are read before the rest.
-        inducing = Inducing(blank, saved.tensors["process.z_class"].long())
-        coupling = None if options["shared"] else OutputCovariance(num_outputs, options["rank"])
-        process = Process(kernel, inducing, num_outputs, coupling, start=0.0, separable=options["separable"])
-        saved.shape(likelihood)
+    def blank(cls, shapes: Mapping[str, Any], kernel: Kernel, likelihood: Likelihood, num_outputs: int) -> FittedFMGP:
+        """An object with tensors of these shapes, to load values into."""
+        owners, spaces, space = torch.tensor(shapes["owners"]), shapes["spaces"], shapes["default_space"]
+        if not bool(((owners >= 0) & (owners < num_outputs)).all()) or bool((owners.diff() < 0).any()):
+            raise ValueError(
+                f"inducing points that belong to {reprlib.repr(shapes['owners'])} of {num_outputs} outputs"
+            )
+        z = {name: torch.zeros(len(owners), width, dtype=torch.float64) for name, width in spaces.items()}
+        kernel.initialize(z, space)
+        if kernel.spec() != shapes["kernel"]:
+            raise FileError(
+                f"Expected the kernel this head was fitted with, {shapes['kernel']}, "
+                f"found {kernel.spec()}: give one of the same form."
+            )
+        coupling = None if shapes["shared"] else OutputCovariance(num_outputs, shapes["rank"])
+        process = Process(kernel, Inducing(z, owners), num_outputs, coupling, start=0.0, separable=shapes["separable"])
         ood = None
-        if options["ood"] is not None:
-            width, directions, exponent = options["ood"]
+        if shapes["ood"] is not None:
+            width, directions, exponent = shapes["ood"]
             ood = OutOfDistribution(width, directions, float(exponent))
-        fitted = cls(process, Coordinates(spaces, options["default_space"]), likelihood, ood)
-        saved.check(fitted.state_dict())
-        fitted.load_state_dict(saved.tensors)
-        return fitted
+        return cls(process, Coordinates(spaces, space), likelihood, ood, has_variance=bool(shapes["has_variance"]))
 
-
-def check_options(saved: Saved, options: dict[str, Any]) -> None:
-    """Refuses options that the file's tensors contradict, before memory is allocated for them."""
-    check_config(saved.path, options, PARTS)
-    m, num_outputs, rank = options["num_inducing"], options["num_outputs"], options["rank"]
-    shapes: dict[str, Any] = {f"process.z.{space}": (m, width) for space, width in options["spaces"].items()}
-    shapes |= {"process.l_raw": (m, m), "process.z_class": (m,)}
-    if not options["shared"]:
-        shapes["process.coupling.factor"] = num_outputs, num_outputs if rank is None else rank
-    if options["ood"] is not None:
-        shapes["ood.basis"] = tuple(options["ood"][:2])
-    saved.check_some(shapes)
-    if num_outputs != math.prod(saved.width):
-        raise changed(saved.path, f"{num_outputs} outputs, in rows of shape {saved.width}")
-    owners = saved.tensors["process.z_class"]
-    if bool(((owners < 0) | (owners >= num_outputs)).any()) or bool((owners.diff() < 0).any()):
-        raise changed(saved.path, f"inducing points that belong to {reprlib.repr(owners.tolist())} of {num_outputs}")
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if not torch.equal(state_dict["process.z_class"], self.process.z_class):
+            raise ValueError("inducing points that belong to other outputs than the shapes say")
+        return super().load_state_dict(state_dict, strict, assign)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import reprlib
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,7 +17,17 @@ from torch import Tensor
 from posthoc.errors import DataError, OptionError, PosthocWarning
 from posthoc.validation import as_numbers
 
-__all__ = ["Inducing", "PointSource", "as_points", "given", "kmeans", "per_class", "random_classes", "random_points"]
+__all__ = [
+    "Inducing",
+    "NotKept",
+    "PointSource",
+    "as_points",
+    "given",
+    "kmeans",
+    "per_class",
+    "random_classes",
+    "random_points",
+]
 
 
 class Inducing(NamedTuple):
@@ -24,6 +35,13 @@ class Inducing(NamedTuple):
 
     z: dict[str, Tensor]  # blocks of (M, D_block)
     z_class: Tensor  # (M,)
+
+
+@dataclass(frozen=True)
+class NotKept:
+    """Stands for a user's own inducing points in the options of a loaded head, whose file holds their hash alone."""
+
+    digest: Any
 
 
 class PointSource(Protocol):

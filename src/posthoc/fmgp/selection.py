@@ -8,11 +8,10 @@ and another form has to be clearly better than it.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,15 +19,25 @@ from torch import Tensor
 from posthoc.base import Job
 from posthoc.collect.augmentation import Augmented
 from posthoc.collect.outputs import Outputs
-from posthoc.errors import PosthocWarning
-from posthoc.fmgp.config import FMGPConfig
 from posthoc.fmgp.ood import best_exponent
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.recalibration import NONE, Recalibration
 from posthoc.predictive.calibration_error import expected_calibration_error
-from posthoc.training import Ranks, run_parallel
+from posthoc.training import Ranks, Training, run_parallel
 
-__all__ = ["SELECTION", "CandidateScore", "Selection", "SelectionConfig", "VarianceForm", "folds", "select_form"]
+if TYPE_CHECKING:
+    from posthoc.fmgp.estimator import FMGPConfig
+
+__all__ = [
+    "SELECTION",
+    "CandidateScore",
+    "Selection",
+    "SelectionConfig",
+    "VarianceForm",
+    "folds",
+    "select_form",
+    "shortened",
+]
 
 T = TypeVar("T")
 
@@ -211,7 +220,7 @@ def select_form(
     cautious = replace(CAUTIOUS, kl=config.kl or CAUTIOUS.kl)
     if rows < SELECTION.min_rows:
         return Selection(cautious, f"{rows:,} rows are too few to compare forms")
-    if one_class(job.train):
+    if int(job.targets.min()) == int(job.targets.max()):
         return Selection(cautious, "one class alone is no basis to compare forms")
     augmented = isinstance(job.data, Augmented)
     learns_exponent = config.ood_strength is None and not augmented
@@ -221,20 +230,6 @@ def select_form(
     selection = compare(job, forms, fit_and_score, parallel)
     # Corrections learned from augmented images do not hold for plain ones.
     return replace(selection, recalibration=NONE, ood_strength=0.0) if augmented else selection
-
-
-def one_class(train: Outputs) -> bool:
-    """Whether all targets are of one class, which is worth a warning."""
-    targets = train.only().spread(SELECTION.max_rows).targets
-    if targets is None or bool((targets != targets[0]).any()):
-        return False
-    warnings.warn(
-        f"All rows to fit on have the same class, {int(targets[0])}: what the network confuses cannot be learned from "
-        "them, and the form of the variance is not selected. Give rows of all classes.",
-        PosthocWarning,
-        stacklevel=6,
-    )
-    return True
 
 
 def candidates(rows: int, num_outputs: int) -> list[VarianceForm]:
@@ -272,6 +267,11 @@ def compare(job: Job, forms: list[VarianceForm], fit_and_score: FitAndScore, par
             if len(remaining) == 1:
                 return verdict(records, remaining, torch.cat(targets))
     return verdict(records, remaining, torch.cat(targets))
+
+
+def shortened(training: Training) -> Training:
+    """How to train a candidate: a third of the steps, with up to three times the learning rate."""
+    return replace(training, steps=-(-training.steps // 3), lr=min(3.0 * training.lr, max(training.lr, 0.05)))
 
 
 class Record:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from posthoc.errors import FileError, OptionError
-from posthoc.io import changed
+from posthoc.errors import DataError, FileError, OptionError
 from posthoc.kernels import RBF, Constant, Kernel, Linear, Matern, Points, Product, Sum, White, as_kernel
 
 __all__ = ["kernel_from_file", "kernel_from_spec", "kernel_of_head", "same_form"]
@@ -78,14 +76,14 @@ def kernel_from_file(recipe: Mapping[str, Any], given: Any | None) -> Kernel:
         return kernel if kernel is not None else NotGiven(recipe, str(error))
 
 
-def kernel_of_head(path: str | os.PathLike[str], asked: Kernel, spec: Any) -> Kernel:
+def kernel_of_head(asked: Kernel, spec: Any) -> Kernel:
     """The kernel of a fitted head, its parameters to be loaded afterwards: that which was asked for or, since
     temperature scaling has no use for it, a constant one."""
     if same_form(asked.spec(), spec):
         return copy.deepcopy(asked)
     if spec == Constant().spec():
         return Constant()
-    raise changed(path, f"a head with the kernel {spec}, fitted for {asked.spec()}")
+    raise DataError(f"a head with the kernel {spec}, fitted for {asked.spec()}")
 
 
 class NotGiven(Kernel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+import reprlib
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Self, SupportsFloat
@@ -18,11 +19,15 @@ from posthoc.errors import OptionError
 from posthoc.fmgp.build import SMALL, START, inducing_owners, inducing_places
 from posthoc.fmgp.coordinates import Coordinates
 from posthoc.fmgp.estimator import digest_of
-from posthoc.fmgp.fitted import FittedFMGP, check_options
+from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.fmgp.inducing_points import Inducing
 from posthoc.fmgp.minibatches import DrawnBatches, PointView
 from posthoc.fmgp.objective import Objective
+from posthoc.fmgp.ood import OutOfDistribution
+from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
+from posthoc.io import changed, check_config
+from posthoc.kernels import Kernel
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
@@ -48,6 +53,21 @@ AT_ONCE = 2**24
 POWERS = range(-3, 6)
 """Powers of ten that σ₀² may start at, on validation data."""
 OPTIONS = ("weights", "num_inducing", "prior_variance", "alpha")
+
+
+HEAD_PARTS = {
+    "kernel": dict,
+    "spaces": dict,
+    "default_space": str,
+    "num_inducing": int,
+    "num_outputs": int,
+    "shared": bool,
+    "separable": bool,
+    "rank": int | None,
+    "ood": list | None,
+    "normals": int | None,
+}
+"""Types of the options in a file."""
 
 
 class VaLLA(NTKMethod):
@@ -173,7 +193,7 @@ class VaLLA(NTKMethod):
         with single_thread(m * m * max(m, batch) < SMALL):
             history = train(
                 Objective(head.process, likelihood, self.alpha, job.num_data, generator=draws),
-                head.parameters(),
+                [*head.process.parameters(), *likelihood.parameters()],
                 DrawnBatches(view, likelihood, batch, seed, ranks),
                 self.training,
                 score=score,
@@ -253,7 +273,7 @@ class VaLLA(NTKMethod):
     def _options(self) -> dict[str, Any]:
         assert self.head is not None
         own = {name: getattr(self, name) for name in (*OPTIONS, "max_gigabytes")}
-        return {**own, "training": self._training(), "head": self.head.options()}
+        return {**own, "training": self._training(), "head": options_of(self.head)}
 
     @classmethod
     def _rebuild(cls, saved: Saved) -> Self:
@@ -263,7 +283,7 @@ class VaLLA(NTKMethod):
         kernel = LastLayerNTK(bias=shape["kernel"]["bias"])
         place = method._home()
         if method.weights == "last":
-            head = FittedFMGP.rebuild(saved, shape, kernel, copy.deepcopy(method._likelihood))
+            head = rebuild(saved, shape, kernel, copy.deepcopy(method._likelihood))
         else:
             head = method._rebuild_all(saved, shape, kernel, place)
         method.head = head.to(place)
@@ -276,7 +296,7 @@ class VaLLA(NTKMethod):
         check_options(saved, {**shape, "spaces": {"features": m}})  # z is their covariance
         blank = torch.zeros(m, m, dtype=torch.float64)
         coupling = fixed_coupling(torch.ones(outputs, dtype=torch.float64))
-        process = TangentProcess(kernel, blank, torch.zeros(m, dtype=torch.long), coupling)
+        process = TangentProcess(kernel, blank, saved.tensors["process.z_class"].long(), coupling)
         likelihood = copy.deepcopy(self._likelihood)
         saved.shape(likelihood)
         head = FittedFMGP(process, Coordinates(shape["spaces"], shape["default_space"]), likelihood)
@@ -310,3 +330,59 @@ def untempered(likelihood: str | Likelihood) -> Likelihood:
     if isinstance(likelihood, Likelihood) or not isinstance(made, Categorical):
         return made
     return Categorical(temperature=1.0)
+
+
+def options_of(head: FittedFMGP) -> dict[str, Any]:
+    """What `rebuild` needs besides the tensors."""
+    coupling = head.process.coupling
+    return {
+        "kernel": head.process.kernel.spec(),
+        "spaces": {space: head.coordinates.width(space) for space in head.coordinates.spaces},
+        "default_space": head.coordinates.default,
+        "num_inducing": len(head.process.l_raw),
+        "num_outputs": head.process.num_outputs,
+        "shared": coupling is None,
+        "separable": head.process.separable,
+        "rank": coupling.rank if coupling is not None else None,
+        "ood": [*head.ood.basis.shape, head.ood.exponent] if head.ood is not None else None,
+        "normals": getattr(head.likelihood, "normals", None),
+    }
+
+
+def rebuild(saved: Saved, options: dict[str, Any], kernel: Kernel, likelihood: Likelihood) -> FittedFMGP:
+    """Builds modules of the shapes in the options, and fills them from a file's tensors."""
+    check_options(saved, options)
+    m, num_outputs, spaces = options["num_inducing"], options["num_outputs"], options["spaces"]
+    blank = {space: torch.zeros(m, d, dtype=torch.float64) for space, d in spaces.items()}
+    kernel.initialize(blank, options["default_space"])
+    # The order of the inducing points depends on their classes, so these are read before the rest.
+    inducing = Inducing(blank, saved.tensors["process.z_class"].long())
+    coupling = None if options["shared"] else OutputCovariance(num_outputs, options["rank"])
+    process = Process(kernel, inducing, num_outputs, coupling, start=0.0, separable=options["separable"])
+    saved.shape(likelihood)
+    ood = None
+    if options["ood"] is not None:
+        width, directions, exponent = options["ood"]
+        ood = OutOfDistribution(width, directions, float(exponent))
+    fitted = FittedFMGP(process, Coordinates(spaces, options["default_space"]), likelihood, ood)
+    saved.check(fitted.state_dict())
+    fitted.load_state_dict(saved.tensors)
+    return fitted
+
+
+def check_options(saved: Saved, options: dict[str, Any]) -> None:
+    """Refuses options that the file's tensors contradict, before memory is allocated for them."""
+    check_config(saved.path, options, HEAD_PARTS)
+    m, num_outputs, rank = options["num_inducing"], options["num_outputs"], options["rank"]
+    shapes: dict[str, Any] = {f"process.z.{space}": (m, width) for space, width in options["spaces"].items()}
+    shapes |= {"process.l_raw": (m, m), "process.z_class": (m,)}
+    if not options["shared"]:
+        shapes["process.coupling.factor"] = num_outputs, num_outputs if rank is None else rank
+    if options["ood"] is not None:
+        shapes["ood.basis"] = tuple(options["ood"][:2])
+    saved.check_some(shapes)
+    if num_outputs != math.prod(saved.width):
+        raise changed(saved.path, f"{num_outputs} outputs, in rows of shape {saved.width}")
+    owners = saved.tensors["process.z_class"]
+    if bool(((owners < 0) | (owners >= num_outputs)).any()) or bool((owners.diff() < 0).any()):
+        raise changed(saved.path, f"inducing points that belong to {reprlib.repr(owners.tolist())} of {num_outputs}")
