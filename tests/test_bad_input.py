@@ -406,7 +406,7 @@ def test_kernel_on_what_the_outputs_lack_is_refused(space: Any) -> None:
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan, math.inf])
 def test_alpha_outside_its_range_is_refused(alpha: float) -> None:
-    with pytest.raises(OptionError, match=rf"alpha from 0 \(the ELBO\) to 1, got {alpha}"):
+    with pytest.raises(OptionError, match=rf"alpha to be a number of at least 0.0 and of at most 1.0, got {alpha}"):
         regression(alpha=alpha)
 
 
@@ -421,19 +421,19 @@ def test_alpha_other_than_one_is_refused_where_the_training_form_ignores_it(alph
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stepz": 3}, "stepz.*options are: kernel, .* steps, batch_size, lr"),
-        ({"steps": -1}, "steps to be an integer of at least 0, got -1"),
-        ({"steps": 1.5}, "steps to be an integer of at least 0, got 1.5"),
+        ({"stepz": 3}, "stepz.*Did you mean steps"),
+        ({"steps": -1}, "steps to be an integer of at least 0 or None, got -1"),
+        ({"steps": 1.5}, "steps to be an integer of at least 0 or None, got 1.5"),
         ({"batch_size": 0}, "batch_size to be an integer of at least 1, got 0"),
         ({"eval_every": 0}, "eval_every to be an integer of at least 1, got 0"),
-        ({"seed": -1}, "seed to be an integer of at least 0, got -1"),
-        ({"lr": 0.0}, "positive learning rate, got lr=0.0"),
-        ({"lr": math.nan}, "positive learning rate, got lr=nan"),
-        ({"patience": 0}, "patience to be an integer of at least 1, got 0"),
+        ({"seed": -1}, "seed to be an integer of at least 0 .*, got -1"),
+        ({"lr": 0.0}, "lr to be a number above 0.0 or None, got 0.0"),
+        ({"lr": math.nan}, "lr to be a number above 0.0 or None, got nan"),
+        ({"patience": 0}, "patience to be an integer of at least 1 or None, got 0"),
         ({"variance": "diagonal"}, "'auto', 'per_output', 'shared', 'separable', got 'diagonal'"),
         ({"inducing": "grid"}, "'kmeans', 'random', 'per_class', got 'grid'"),
         ({"inducing": "per_class"}, "needs classes"),
-        ({"kl": "twice"}, "'copies', 'once', got 'twice'"),
+        ({"kl": "twice"}, "'copies', 'once' or None, got 'twice'"),
         ({"num_inducing": 0}, "num_inducing to be an integer of at least 1, got 0"),
         ({"num_inducing": 2.5}, "num_inducing to be an integer of at least 1, got 2.5"),
         ({"output_rank": 0}, "output_rank"),

@@ -321,7 +321,7 @@ OTHER_OPTIONS: dict[str, tuple[str, Any]] = {
     "config.inducing": ("inducing", "random"),
     "config.inducing_classes": ("inducing_classes", [0, 1, 2, 0]),
     "config.kernel.type": ("kernel", RBF() + RBF()),
-    "config.kernel_start.log_amplitude": ("kernel", RBF(amplitude=2.0)),
+    "config.kernel.start.log_amplitude": ("kernel", RBF(amplitude=2.0)),
 }
 
 

@@ -170,7 +170,7 @@ def test_validation_data_stop_the_fit_early(folder: Path) -> None:
         ("fit none.npz --task classification -o h", "found nothing at none.npz"),
         ("fit classes.npz --task classification -o no/h", "Expected a folder to write h into"),
         ("fit classes.npz --task classification -o h --method fgmp", "Expected a method among dropout, ella"),
-        ("fit classes.npz --task classification -o h --set stepps=3", "Unknown option stepps"),
+        ("fit classes.npz --task classification -o h --set stepps=3", "Unknown option 'stepps'"),
         ("fit classes.npz --task classification -o h --method map --set steps=3", "Unknown option 'steps' of map"),
         ("fit classes.npz --task classification -o h --set steps", "Expected --set name=value"),
         ("fit classes.npz --task regression -o h --method temperature", "temperature is for classification"),

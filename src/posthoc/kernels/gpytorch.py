@@ -53,7 +53,8 @@ class GPyTorchKernel(BlockKernel):
         return {"type": "gpytorch", "on": self.on, "parts": [describe(part) for part in self.kernel.modules()]}
 
     def recipe(self) -> dict[str, Any]:
-        return self.spec()  # it comes with its own initial values
+        # The initial values are those of the object that is given; checkpoints compare them.
+        return {**self.spec(), "start": {name: [p.tolist(), p.requires_grad] for name, p in self.named_parameters()}}
 
 
 def as_kernel(kernel: Any) -> Kernel:
