@@ -71,7 +71,7 @@ def test_a_flat_folder_has_no_targets(tmp_path):
     assert_close(collected(data, tmp_path / "o"), expected(raw(3)), "outputs", "features")
 
 
-def test_images_of_every_mode_are_read_in_colour(tmp_path):
+def test_images_of_every_mode_are_read_in_color(tmp_path):
     for mode in ("L", "P", "RGBA", "1", "CMYK"):
         images(1)[0].convert(mode).save(tmp_path / f"{mode}.tif")
     data = open_data(str(tmp_path))

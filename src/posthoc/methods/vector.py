@@ -59,7 +59,7 @@ class Vector(Temperature):
         >>> import torch
         >>> from posthoc import Outputs, Vector
         >>> logits = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
-        >>> data = Outputs(logits, torch.arange(200) % 3)
+        >>> data = Outputs(logits, torch.where(torch.arange(200) % 4 == 0, 0, logits.argmax(1)))
         >>> Vector(ridge=1.0).fit(data).predict(data).probs.shape
         torch.Size([200, 3])
     """
