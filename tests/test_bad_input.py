@@ -449,7 +449,7 @@ def test_options_that_make_no_sense_are_refused_at_once(options: dict[str, Any],
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FMGP(mlp(), "poisson"), '"regression" or "classification" .*got \'poisson\''),
+        (lambda: FMGP(mlp(), "ranking"), '"regression" or "classification" .*got \'ranking\''),
         (lambda: Gaussian(noise="free"), "'shared', 'per_output', got 'free'"),  # type: ignore[arg-type]
         (lambda: Categorical(training="exact"), "'monte_carlo', got 'exact'"),  # type: ignore[arg-type]
         (lambda: Categorical(prediction="exact"), "'monte_carlo', got 'exact'"),  # type: ignore[arg-type]

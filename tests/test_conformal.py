@@ -181,21 +181,8 @@ def test_a_classifier_better_than_the_level_says_one_class():
 
 @pytest.mark.parametrize(
     ("n", "level", "rank"),
-    [
-        (9, 0.9, 9),
-        (10, 0.9, 10),
-        (11, 0.9, 11),
-        (18, 0.9, 18),
-        (19, 0.9, 18),
-        (19, 0.95, 19),
-        (99, 0.99, 99),
-        (1, 0.5, 1),
-        (2, 0.5, 2),
-        (3, 0.5, 2),
-        (99, 0.07, 7),  # 0.07 * 100 > 7 in floating point
-        (99, 0.55, 55),  # and 0.55 * 100 > 55
-        (99, 0.551, 56),
-    ],
+    # 0.07 * 100 is more than 7 in floating point.
+    [(9, 0.9, 9), (11, 0.9, 11), (18, 0.9, 18), (19, 0.95, 19), (3, 0.5, 2), (99, 0.07, 7), (99, 0.551, 56)],
 )
 def test_the_threshold_is_the_right_one_of_the_sorted_scores(n, level, rank):
     order = torch.randperm(n, generator=torch.Generator().manual_seed(n))
@@ -433,22 +420,9 @@ def test_calibration_data_come_in_any_form(task, tmp_path):
         features = model[:-1](x)
         outputs = Outputs(model[-1](features), y, features, x)
     save_outputs(outputs, tmp_path / "outputs.npz")
-    first, *others = (
-        method.conformal(data).calibration.scores
-        for data in (
-            (x, y),
-            [x, y],
-            (x.numpy(), y.numpy()),
-            (x, y.tolist()) if task == "classification" else (x, y),
-            pairs,
-            DataLoader(pairs, batch_size=64),
-            DataLoader(pairs, batch_size=64, shuffle=True, generator=torch.Generator().manual_seed(0)),
-            [(x[:5], y[:5]), (x[5:], y[5:])],
-            {"input": x, "labels": y},
-            outputs,
-            tmp_path / "outputs.npz",
-        )
-    )
+    shuffled = DataLoader(pairs, batch_size=64, shuffle=True, generator=torch.Generator().manual_seed(0))
+    forms = ((x, y), (x.numpy(), y.numpy()), pairs, shuffled, outputs, tmp_path / "outputs.npz")
+    first, *others = (method.conformal(data).calibration.scores for data in forms)
     assert model.training
     assert first.shape == ((2100,) if task == "classification" else (2100, 3))
     assert torch.equal(first, first.sort(0).values)
@@ -467,8 +441,8 @@ def test_streams_and_rows_give_what_the_whole_gives(task):
     assert [len(part) for part in parts] == [64, 64, 64, 8]
     assert len(whole) == 200
     assert torch.equal(whole.latent.mean, whole.base.latent.mean)
-    torch.testing.assert_close(torch.cat([part.covers(torch.zeros_like(y[: len(part)]), 0.7) for part in parts]),
-                               whole.covers(torch.zeros_like(y), 0.7))  # fmt: skip
+    covered = torch.cat([part.covers(torch.zeros_like(y[: len(part)]), 0.7) for part in parts])
+    assert torch.equal(covered, whole.covers(torch.zeros_like(y), 0.7))
     assert torch.equal(whole[7].covers(y[7:8], 0.7), whole.covers(y, 0.7)[7:8])
     assert torch.equal(whole[10:20].latent.mean, whole.base.latent.mean[10:20])
 
@@ -486,18 +460,6 @@ def test_a_stream_is_forgotten_as_it_is_calibrated_on() -> None:
 
     conformal = Conformal.calibrate(MAP(None, "classification"), parts(), "aps", "classification")
     assert conformal.calibration.scores.shape == (300,)
-
-
-def test_arrays_are_cut_into_batches_that_fit_into_memory():
-    seen = []
-
-    def model(x: Tensor) -> Tensor:
-        seen.append(len(x))
-        return x
-
-    MAP(model, "classification").fit(Outputs(inputs(), labels())).conformal((inputs(3000), labels(3000)))
-    assert sum(seen) == 3000
-    assert max(seen) <= 1024
 
 
 def test_the_usual_metrics_judge_conformal_intervals():
@@ -614,16 +576,25 @@ def test_levels_are_between_0_and_1(level):
 def test_questions_for_the_other_task_say_so():
     intervals = answers(*drawn_values(20, 0), drawn_values(5, 1)[0])
     sets = answers(*drawn_classes(20, 0), drawn_classes(5, 1)[0])
-    with pytest.raises(WrongTaskError, match="sets is for classification; this is a ConformalIntervals"):
-        intervals.sets(0.9)
-    with pytest.raises(WrongTaskError, match="size is for classification"):
-        intervals.size(0.9)
-    with pytest.raises(WrongTaskError, match="interval is for regression; this is a ConformalSets"):
-        sets.interval(0.9)
-    with pytest.raises(WrongTaskError, match="width is for regression"):
-        sets.width(0.9)
+    for pred, names, task in (
+        (intervals, ("sets", "size"), "classification"),
+        (sets, ("interval", "width"), "regress"),
+    ):
+        for name in names:
+            with pytest.raises(WrongTaskError, match=f"{name} is for {task}.*this is a {type(pred).__name__}"):
+                getattr(pred, name)
     with pytest.raises(AttributeError, match="no attribute 'probs'; the method's own answers are in base"):
         _ = sets.probs
+    with pytest.raises(WrongTaskError, match="for regression and classification, not for counts"):
+        Conformal.calibrate(None, [], None, "counts")
+
+
+def test_conformal_predictions_are_short_sequences():
+    pred = answers(*drawn_classes(20, 0), drawn_classes(5, 1)[0])
+    assert [len(row) for row in pred] == [1] * 5
+    assert len(repr(pred)) < 250
+    with pytest.raises(IndexError):
+        pred[5]
 
 
 def test_scores_by_name():
@@ -633,11 +604,6 @@ def test_scores_by_name():
         assert real.conformal((x, values()), score=name).calibration.score == score
     for name, rule in ((None, LAC()), ("lac", LAC()), ("aps", APS()), ("raps", APS(penalty=0.01, free=5))):
         assert classes.conformal((x, labels()), score=name).calibration.score == rule
-
-
-def test_predictions_do_not_read_targets():
-    method = MAP(mlp(3), "classification").fit((inputs(), labels()))
-    assert torch.equal(method.predict([(inputs(), ["cat"] * 30)]).latent.mean, method.predict(inputs()).latent.mean)
 
 
 def test_scores_are_those_of_the_task():
@@ -655,9 +621,8 @@ def test_scores_are_those_of_the_task():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"penalty": -1.0}, "penalty of at least 0"), ({"penalty": math.nan}, "penalty"), ({"free": -1}, "free to be an"),
-     ({"seed": 0.5}, "seed to be an integer")],
-)  # fmt: skip
+    [({"penalty": -1.0}, "penalty of at least 0"), ({"free": -1}, "free to be an"), ({"seed": 0.5}, "seed to be an")],
+)
 def test_options_of_a_score_are_checked(options, message):
     with pytest.raises(OptionError, match=message):
         APS(**options)

@@ -61,19 +61,7 @@ def test_as_many_rows_as_the_budget_allows_also_if_many_are_equal(stds, percent)
 
 @pytest.mark.parametrize(
     ("budget", "count"),
-    [
-        (0.29, 29),
-        (0.57, 57),
-        (0.1, 10),
-        (0.999, 99),
-        (0.0, 0),
-        (1.0, 100),
-        (0, 0),
-        (1, 1),
-        (7, 7),
-        (100, 100),
-        (500, 100),
-    ],
+    [(0.29, 29), (0.57, 57), (0.1, 10), (0.999, 99), (0.0, 0), (1.0, 100), (0, 0), (1, 1), (7, 7), (500, 100)],
 )
 def test_a_share_is_rounded_down_and_an_integer_is_a_number_of_rows(budget, count):
     deferred = reals(100).defer(budget)

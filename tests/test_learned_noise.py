@@ -20,11 +20,11 @@ from posthoc.predictive.regression import RegressionPredictive
 
 ROWS, SEED = 2000, 100
 EDGE = 0.015
-"""The gamma law begins abruptly, which normals cannot: intervals hold up to so much more than they should."""
+"""The gamma mixture begins abruptly, which normals cannot: intervals hold up to so much more than they should."""
 
 
 def skewed(n: int, seed: int, outputs: int = 1) -> Outputs:
-    """Residuals of a gamma law with two degrees of freedom, of either sign by turns, and a spread that grows with x."""
+    """Gamma distributed residuals, of either sign by turns, whose spread grows with x."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(n, 1, generator=generator, dtype=torch.float64)
     draws = torch.rand(n, outputs, 2, generator=generator, dtype=torch.float64)
@@ -62,15 +62,15 @@ def test_rows() -> Outputs:
 
 def test_intervals_cover_on_both_sides_where_those_of_a_gaussian_do_not(model: FMGP, test_rows: Outputs) -> None:
     assert test_rows.targets is not None
-    learnt, gaussian = predict(model, test_rows), predict(fitted(skewed(ROWS, SEED), residuals="gaussian"), test_rows)
+    learned, gaussian = predict(model, test_rows), predict(fitted(skewed(ROWS, SEED), residuals="gaussian"), test_rows)
     assert gaussian.residuals is None
     for level in (0.5, 0.9, 0.95):
         tail, error = 0.5 - 0.5 * level, math.sqrt(level * (1.0 - level) * (1 / ROWS + 1 / 20_000))
-        assert abs(float(coverage(learnt, test_rows.targets, level)) - level) <= 2.0 * error + EDGE
-        worst = [max(abs(share - tail) for share in shares(p, test_rows.targets, level)) for p in (learnt, gaussian)]
+        assert abs(float(coverage(learned, test_rows.targets, level)) - level) <= 2.0 * error + EDGE
+        worst = [max(abs(share - tail) for share in shares(p, test_rows.targets, level)) for p in (learned, gaussian)]
         assert worst[0] < 0.75 * worst[1], (level, worst)
     for metric in (nll, crps):
-        assert metric(learnt, test_rows.targets) < metric(gaussian, test_rows.targets)
+        assert metric(learned, test_rows.targets) < metric(gaussian, test_rows.targets)
 
 
 def test_the_mean_is_the_networks_and_the_variance_that_of_a_new_observation(model: FMGP, test_rows: Outputs) -> None:
@@ -101,7 +101,7 @@ def test_a_fit_can_be_repeated(test_rows: Outputs) -> None:
     assert torch.equal(first, second)
 
 
-def test_each_output_has_its_own_law() -> None:
+def test_each_output_has_its_own_mixture() -> None:
     data, new = skewed(1000, 0, outputs=2), skewed(5000, 1, outputs=2)
     assert new.targets is not None
     pred = predict(fitted(data, steps=100), new)
@@ -151,7 +151,7 @@ def test_residuals_of_so_many_rows_need_no_other_fit(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_at_other_alpha_a_gaussian_is_trained_and_a_law_learnt_after(alpha: float) -> None:
+def test_at_other_alpha_a_gaussian_is_trained_and_a_mixture_learned_after(alpha: float) -> None:
     data, new = skewed(1000, 0), skewed(5000, 1)
     assert new.targets is not None
     model = fitted(data, alpha=alpha, steps=100)
@@ -165,14 +165,14 @@ def test_the_energy_is_the_log_density_of_the_mixture() -> None:
     data = skewed(300, 0)
     assert data.targets is not None
     likelihood.initialize(data.outputs, data.targets)
-    law = likelihood.residuals
-    torch.testing.assert_close(law.variance.detach(), torch.ones(1, dtype=torch.float64))
-    assert float((law.weights * law.shifts).sum().detach()) == pytest.approx(0.0, abs=1e-12)
+    mixture = likelihood.residuals
+    torch.testing.assert_close(mixture.variance.detach(), torch.ones(1, dtype=torch.float64))
+    assert float((mixture.weights * mixture.shifts).sum().detach()) == pytest.approx(0.0, abs=1e-12)
     mean, target = likelihood.standardize(data.outputs, data.targets)
     total = likelihood.noise + 0.7
     found = likelihood.energy(mean, IndependentLatent(torch.full_like(mean, 0.7)), target, 1.0)
-    parts = torch.distributions.Normal(total.sqrt() * law.shifts, total.sqrt() * law.spreads)
-    expected = (law.weights * parts.log_prob(target).exp()).sum(-1).log()
+    parts = torch.distributions.Normal(total.sqrt() * mixture.shifts, total.sqrt() * mixture.spreads)
+    expected = (mixture.weights * parts.log_prob(target).exp()).sum(-1).log()
     torch.testing.assert_close(found, expected)
 
 

@@ -277,3 +277,12 @@ def test_singular_covariances_are_sampled_without_a_warning():
     pred = RegressionPredictive(LatentGaussian(torch.zeros(4, 3), torch.ones(4, 3), ones, False), torch.zeros(4, 3))
     draws = pred.sample(1000, torch.Generator().manual_seed(0))
     torch.testing.assert_close(draws[..., 0], draws[..., 1], rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("make", [regression, classification])
+def test_predictions_plot_themselves(make):
+    pytest.importorskip("matplotlib").use("agg")
+    pred = make((6, 1)) if make is regression else make()
+    targets = pred.mean if make is regression else pred.labels
+    for axes in (pred.plot(), pred.plot(targets)):
+        assert axes.get_xlabel()

@@ -27,60 +27,67 @@ LEVELS = (0.001, 0.025, 0.5, 0.9, 0.9999)
 
 
 def two_outputs() -> ResidualMixture:
-    """A skewed law and a peaked one, with mean zero and unit variance."""
+    """A skewed mixture and a peaked one, with mean zero and unit variance."""
     weights = torch.tensor([[0.6, 0.3, 0.1], [0.7, 0.2, 0.1]], dtype=torch.float64)
     shifts = torch.tensor([[-0.5, 0.2, 2.4], [0.0, 0.1, -0.2]], dtype=torch.float64)
     spreads = torch.tensor([[0.2, 0.7, 1.5], [0.1, 1.0, 4.0]], dtype=torch.float64)
     return (found := ResidualMixture(weights, shifts, spreads)).divided(found.variance.sqrt())
 
 
-def density(law: ResidualMixture, output: int, z: float) -> float:
+def density(mixture: ResidualMixture, output: int, z: float) -> float:
     """Written with SciPy."""
-    parts = zip(law.weights[output].tolist(), law.shifts[output].tolist(), law.spreads[output].tolist(), strict=True)
+    parts = zip(
+        mixture.weights[output].tolist(), mixture.shifts[output].tolist(), mixture.spreads[output].tolist(), strict=True
+    )
     return float(sum(w * stats.norm.pdf(z, m, s) for w, m, s in parts))
 
 
-def integral(law: ResidualMixture, output: int, of: object = None, low: float = -60.0, high: float = 60.0) -> float:
-    function = of if callable(of) else lambda z: density(law, output, z)
-    points = sorted({float(p) for p in [*law.shifts[output].tolist(), low, high] if low <= p <= high})
+def integral(mixture: ResidualMixture, output: int, of: object = None, low: float = -60.0, high: float = 60.0) -> float:
+    function = of if callable(of) else lambda z: density(mixture, output, z)
+    points = sorted({float(p) for p in [*mixture.shifts[output].tolist(), low, high] if low <= p <= high})
     return float(sum(integrate.quad(function, a, b, limit=400, epsabs=1e-12)[0] for a, b in pairwise(points)))
 
 
 @pytest.mark.parametrize("output", [0, 1])
 def test_density_moments_and_cdf_are_those_of_numerical_integration(output: int) -> None:
-    law = two_outputs()
+    mixture = two_outputs()
     z = torch.tensor([[-1.3, -1.3], [0.0, 0.0], [2.2, 2.2]], dtype=torch.float64)
-    for row, log_p, below in zip(z[:, output], law.log_density(z)[:, output], law.cdf(z)[:, output], strict=True):
-        assert float(log_p) == pytest.approx(np.log(density(law, output, float(row))), rel=1e-12)
-        assert float(below) == pytest.approx(integral(law, output, high=float(row)), abs=1e-9)
-    assert integral(law, output) == pytest.approx(1.0, abs=1e-9)
-    assert integral(law, output, lambda v: v * density(law, output, v)) == pytest.approx(0.0, abs=1e-9)
-    assert integral(law, output, lambda v: v * v * density(law, output, v)) == pytest.approx(1.0, abs=1e-9)
-    assert law.variance.tolist() == pytest.approx([1.0, 1.0])
+    for row, log_p, below in zip(
+        z[:, output], mixture.log_density(z)[:, output], mixture.cdf(z)[:, output], strict=True
+    ):
+        assert float(log_p) == pytest.approx(np.log(density(mixture, output, float(row))), rel=1e-12)
+        assert float(below) == pytest.approx(integral(mixture, output, high=float(row)), abs=1e-9)
+    assert integral(mixture, output) == pytest.approx(1.0, abs=1e-9)
+    assert integral(mixture, output, lambda v: v * density(mixture, output, v)) == pytest.approx(0.0, abs=1e-9)
+    assert integral(mixture, output, lambda v: v * v * density(mixture, output, v)) == pytest.approx(1.0, abs=1e-9)
+    assert mixture.variance.tolist() == pytest.approx([1.0, 1.0])
 
 
 @pytest.mark.parametrize("output", [0, 1])
 @pytest.mark.parametrize("z", [-1.3, 0.0, 2.2, 9.0])
 def test_crps_is_the_integral_of_the_squared_distance_of_distributions(output: int, z: float) -> None:
-    law = two_outputs()
+    mixture = two_outputs()
 
     def cdf(v: float) -> float:
-        return float(law.cdf(torch.full((2,), v, dtype=torch.float64))[output])
+        return float(mixture.cdf(torch.full((2,), v, dtype=torch.float64))[output])
 
-    expected = integral(law, output, lambda v: cdf(v) ** 2, high=z)
-    expected += integral(law, output, lambda v: (1.0 - cdf(v)) ** 2, low=z)
-    assert float(law.crps(torch.full((2,), z, dtype=torch.float64))[output]) == pytest.approx(expected, abs=1e-8)
+    expected = integral(mixture, output, lambda v: cdf(v) ** 2, high=z)
+    expected += integral(mixture, output, lambda v: (1.0 - cdf(v)) ** 2, low=z)
+    assert float(mixture.crps(torch.full((2,), z, dtype=torch.float64))[output]) == pytest.approx(expected, abs=1e-8)
 
 
 def test_quantiles_are_those_of_a_root_finder() -> None:
-    law = two_outputs()
-    found = law.quantile(torch.tensor(LEVELS, dtype=torch.float64)[:, None])
+    mixture = two_outputs()
+    found = mixture.quantile(torch.tensor(LEVELS, dtype=torch.float64)[:, None])
     assert found.shape == (len(LEVELS), 2)
     for i, level in enumerate(LEVELS):
         for output in range(2):
-            parts = stats.norm(law.shifts[output].numpy(), law.spreads[output].numpy())
+            parts = stats.norm(mixture.shifts[output].numpy(), mixture.spreads[output].numpy())
             root = optimize.brentq(
-                lambda v, p=parts, o=output, q=level: float(law.weights[o].numpy() @ p.cdf(v)) - q, -60, 60, xtol=1e-13
+                lambda v, p=parts, o=output, q=level: float(mixture.weights[o].numpy() @ p.cdf(v)) - q,
+                -60,
+                60,
+                xtol=1e-13,
             )
             assert float(found[i, output]) == pytest.approx(root, abs=1e-9)
 
@@ -93,19 +100,19 @@ def test_the_normal_is_a_special_case() -> None:
 
 
 def test_parts_of_many_values_are_those_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    law, z = two_outputs(), torch.randn(50, 2, dtype=torch.float64)
-    whole = law.cdf(z), law.quantile(torch.rand(50, 2, generator=torch.Generator().manual_seed(0)))
+    mixture, z = two_outputs(), torch.randn(50, 2, dtype=torch.float64)
+    whole = mixture.cdf(z), mixture.quantile(torch.rand(50, 2, generator=torch.Generator().manual_seed(0)))
     monkeypatch.setattr(mixture_module, "rows_that_fit", lambda numbers: 20 // numbers)
-    again = law.cdf(z), law.quantile(torch.rand(50, 2, generator=torch.Generator().manual_seed(0)))
+    again = mixture.cdf(z), mixture.quantile(torch.rand(50, 2, generator=torch.Generator().manual_seed(0)))
     torch.testing.assert_close(whole, again)
 
 
-def test_draws_have_the_law() -> None:
-    law = two_outputs()
-    draws = law.sample((200_000, 2), torch.Generator().manual_seed(0))
+def test_draws_have_the_mixture() -> None:
+    mixture = two_outputs()
+    draws = mixture.sample((200_000, 2), torch.Generator().manual_seed(0))
     for output in range(2):
         for level in (0.05, 0.5, 0.95):
-            q = law.quantile(torch.tensor([level, level]))[output]
+            q = mixture.quantile(torch.tensor([level, level]))[output]
             assert float((draws[:, output] <= q).double().mean()) == pytest.approx(level, abs=0.003)
 
 
@@ -134,16 +141,16 @@ def test_likelihood_never_falls_in_em(monkeypatch: pytest.MonkeyPatch) -> None:
     for rounds in (0, 1, 2, 3, 4, 8, 15, 16, 30):
         monkeypatch.setattr(mixture_module, "EM_STEPS", rounds)
         weights = fitted_weights(z, shifts, spreads, prior)
-        law = ResidualMixture(weights[None], shifts[None], spreads[None])
+        mixture = ResidualMixture(weights[None], shifts[None], spreads[None])
         expected = PRIOR_ROWS * float(weights[len(prior) // 2].log())  # rows known to be of one normal
-        scores.append(float(law.log_density(z).sum()) + expected)
+        scores.append(float(mixture.log_density(z).sum()) + expected)
         assert float((weights * shifts).sum()) == pytest.approx(0.0, abs=1e-9)
     assert all(after >= before - 1e-7 for before, after in pairwise(scores))
     assert scores[-1] > scores[0] + 10.0
 
 
 def skewed(n: int, seed: int = 0) -> Tensor:
-    """Of a Gumbel law with mean zero and unit variance."""
+    """Of a Gumbel mixture with mean zero and unit variance."""
     draws = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return (-(-draws.log()).log() - np.euler_gamma) / (np.pi / np.sqrt(6.0))
 
@@ -163,39 +170,39 @@ def test_em_finds_a_known_mixture() -> None:
         assert (new <= q).double().mean(0).tolist() == pytest.approx([level, level], abs=0.012)
 
 
-def test_skewed_residuals_have_a_skewed_law() -> None:
-    law = ResidualMixture.fit(skewed(5000)[:, None])
+def test_skewed_residuals_have_a_skewed_mixture() -> None:
+    mixture = ResidualMixture.fit(skewed(5000)[:, None])
     new = skewed(5000, seed=1)
     for level in (0.025, 0.25, 0.75, 0.975):
-        found = float((new <= law.quantile(torch.tensor(level))).double().mean())
+        found = float((new <= mixture.quantile(torch.tensor(level))).double().mean())
         assert found == pytest.approx(level, abs=2.0 * np.sqrt(2.0 * level * (1.0 - level) / 5000) + 0.005)
 
 
 @pytest.mark.parametrize("n", [200, 2000])
-def test_gaussian_residuals_have_nearly_the_normal_law(n: int) -> None:
+def test_gaussian_residuals_have_nearly_the_normal_mixture(n: int) -> None:
     z = torch.randn(n, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    law = ResidualMixture.fit((z - z.mean()) / z.std())
+    mixture = ResidualMixture.fit((z - z.mean()) / z.std())
     new = torch.randn(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    assert float((NORMAL.log_density(new) - law.log_density(new)).mean()) < 0.02
+    assert float((NORMAL.log_density(new) - mixture.log_density(new)).mean()) < 0.02
 
 
 def test_a_biased_network_keeps_its_mean() -> None:
-    law = ResidualMixture.fit(
+    mixture = ResidualMixture.fit(
         torch.randn(1000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.3
     )
-    assert float((law.weights * law.shifts).sum()) == pytest.approx(0.0, abs=1e-12)
+    assert float((mixture.weights * mixture.shifts).sum()) == pytest.approx(0.0, abs=1e-12)
 
 
-# ------------------------------------------------------------------------------- predictives with a law
+# ------------------------------------------------------------------------------- predictives with a mixture
 
 
-def predictive(law: ResidualMixture | None, n: int = 7) -> RegressionPredictive:
+def predictive(mixture: ResidualMixture | None, n: int = 7) -> RegressionPredictive:
     generator = torch.Generator().manual_seed(3)
     mean, latent, noise = (torch.rand(n, 2, generator=generator, dtype=torch.float64) for _ in range(3))
-    return RegressionPredictive(LatentGaussian(mean, latent), noise, residuals=law)
+    return RegressionPredictive(LatentGaussian(mean, latent), noise, residuals=mixture)
 
 
-def test_the_normal_law_is_the_gaussian_predictive() -> None:
+def test_the_normal_mixture_is_the_gaussian_predictive() -> None:
     gaussian, same = predictive(None), predictive(NORMAL)
     y = gaussian.mean + torch.randn(7, 2, dtype=torch.float64)
     for ask in ("cdf", "log_prob"):
@@ -205,8 +212,8 @@ def test_the_normal_law_is_the_gaussian_predictive() -> None:
         torch.testing.assert_close(metric(same, y), metric(gaussian, y))
 
 
-def test_a_predictive_is_consistent_with_its_law() -> None:
-    pred, law = predictive(two_outputs()), two_outputs()
+def test_a_predictive_is_consistent_with_its_mixture() -> None:
+    pred, mixture = predictive(two_outputs()), two_outputs()
     lower, upper = pred.interval(0.8)
     torch.testing.assert_close(pred.cdf(lower), torch.full_like(lower, 0.1))
     torch.testing.assert_close(pred.cdf(upper), torch.full_like(upper, 0.9))
@@ -221,10 +228,10 @@ def test_a_predictive_is_consistent_with_its_law() -> None:
     torch.testing.assert_close(draws.var(0), pred.variance, rtol=0.06, atol=0.0)
     by_draws = crps_of_draws(draws[:4000], y, fair=True).mean()
     torch.testing.assert_close(crps(pred, y), by_draws, rtol=0.02, atol=0.0)
-    assert law.variance.tolist() == pytest.approx([1.0, 1.0])
+    assert mixture.variance.tolist() == pytest.approx([1.0, 1.0])
 
 
-def test_rows_parts_and_devices_keep_the_law() -> None:
+def test_rows_parts_and_devices_keep_the_mixture() -> None:
     pred = predictive(two_outputs())
     torch.testing.assert_close(pred[2:5].interval(), tuple(end[2:5] for end in pred.interval()))
     joined = RegressionPredictive.cat([pred[:3], pred[3:]])
