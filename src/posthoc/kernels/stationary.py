@@ -76,8 +76,9 @@ class RBF(_Stationary):
     """
 
     def forward(self, a: Points, b: Points) -> Tensor:
-        parameters = self.log_lengthscale, self.log_amplitude
-        return _RBF.apply(self.block(a), self.block(b), *parameters)  # type: ignore[no-untyped-call]
+        x, y = self.block(a), self.block(b)
+        inverse = (-self.log_lengthscale).exp()
+        return (log_correlation((x - y[:1]) * inverse, (y - y[:1]) * inverse) + self.log_amplitude).exp()
 
     def joint(self, x: Points, z: Points) -> Tensor:
         a, b = self.block(x), self.block(z)
@@ -129,47 +130,18 @@ class Matern(_Stationary):
         return {"type": "matern", "on": self.on, "nu": self.nu}
 
 
-class _RBF(torch.autograd.Function):
-    """The RBF kernel (N, M) between the rows of a and b, with one derived backward pass instead of a dozen nodes.
+class _JointRBF(torch.autograd.Function):
+    """The RBF kernel K(a, b) above K(b, b), (N + M, M), with a derived backward pass, for a without gradient.
 
-    In scaled coordinates x and y, with P = K̄ ∘ K: x̄ = P y - (P 1) x and ȳ = Pᵀ x - (Pᵀ 1) y, and Σ_i x_i x̄_i +
-    Σ_j y_j ȳ_j is minus the gradient of log l.
+    In scaled coordinates x and y, with P and Q the products K̄ ∘ K of the two parts: ȳ = Pᵀ x - (Pᵀ 1) y + (Q + Qᵀ) y -
+    ((Q + Qᵀ) 1) y, and the gradient of log l is Σ_i (P 1)_i x_i² - Σ_j y_j (ȳ + Pᵀ x)_j.
     """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, log_lengthscale: Tensor, log_amplitude: Tensor) -> Tensor:
         inverse = (-log_lengthscale).exp()
-        scaled = scale(a, b, inverse)
-        half = half_norm(scaled)
-        x, y = scaled.split([len(a), len(b)])
-        k = exponential(x, half[: len(a)], y, half[len(a) :], log_amplitude)
-        ctx.save_for_backward(x, y, k, inverse)
-        return k
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x, y, k, inverse = ctx.saved_tensors
-        p = grad * k
-        rows = p.sum(-1, keepdim=True)
-        x_grad = (p @ y).addcmul_(rows, x, value=-1)
-        y_grad = (p.mT @ x).addcmul_(p.sum(0)[:, None], y, value=-1)
-        scale_grad = (x * x_grad).sum(0).add_((y * y_grad).sum(0)).neg_()
-        return x_grad * inverse, y_grad * inverse, scale_grad, rows.sum()
-
-
-class _JointRBF(torch.autograd.Function):
-    """K(a, b) above K(b, b), (N + M, M), for a without gradient, as in training: half the products of two calls.
-
-    With P and Q the products K̄ ∘ K of the two parts, ȳ = Pᵀ x - (Pᵀ 1) y + (Q + Qᵀ) y - ((Q + Qᵀ) 1) y.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, log_lengthscale: Tensor, log_amplitude: Tensor) -> Tensor:
-        inverse, n = (-log_lengthscale).exp(), len(a)
-        scaled = scale(a, b, inverse)
-        half = half_norm(scaled)
-        k = exponential(scaled, half, scaled[n:], half[n:], log_amplitude)
+        scaled = torch.cat([a, b]).sub_(b[:1]).mul_(inverse)
+        k = log_correlation(scaled, scaled[len(a) :]).add_(log_amplitude).exp_()
         ctx.save_for_backward(scaled, k, inverse)
         return k
 
@@ -186,19 +158,11 @@ class _JointRBF(torch.autograd.Function):
         return None, y_grad * inverse, scale_grad, product.sum()
 
 
-def scale(a: Tensor, b: Tensor, inverse: Tensor) -> Tensor:  # (N + M, D)
-    """Both blocks in units of the length-scales. Products lose digits far from the origin, so b's first row becomes
+def log_correlation(x: Tensor, y: Tensor) -> Tensor:  # (N, M)
+    """-½|x - y|² = x·y - ½|x|² - ½|y|². The products lose digits far from the origin, so one of the points should be
     the origin; distances do not depend on it."""
-    return torch.cat([a, b]).sub_(b[:1]).mul_(inverse)
-
-
-def half_norm(x: Tensor) -> Tensor:  # (N, 1)
-    return torch.linalg.vecdot(x, x).mul_(-0.5)[:, None]
-
-
-def exponential(x: Tensor, half_x: Tensor, y: Tensor, half_y: Tensor, log_amplitude: Tensor) -> Tensor:  # (N, M)
-    """amplitude · exp(-½|x - y|²), by -½|x - y|² = x·y - ½|x|² - ½|y|², with the amplitude in the exponent."""
-    return torch.addmm(half_x, x, y.mT).add_(half_y.mT + log_amplitude).clamp_max_(log_amplitude).exp_()
+    half_x, half_y = -0.5 * x.square().sum(-1), -0.5 * y.square().sum(-1)
+    return torch.addmm(half_x[:, None], x, y.mT).add_(half_y).clamp_max_(0.0)
 
 
 def median_distance(x: Tensor) -> Tensor:  # ()
