@@ -59,9 +59,7 @@ def test_version():
 
 def test_known_errors_are_one_line_without_a_traceback(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["posthoc", "demo", "--out", str(tmp_path / "no" / "such" / "folder.png")])
-    monkeypatch.setattr(
-        "posthoc.cli.demo_data.train_network", lambda *a: pytest.fail("work was done before the check")
-    )
+    monkeypatch.setattr("posthoc.cli.demo_data.train_network", lambda *a: pytest.fail("work was done before the check"))
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 1
