@@ -17,7 +17,7 @@ from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, LayerError, MissingExtraError, OptionError, TrainingError
 from posthoc.io import read_head
 from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.gp import GP
+from posthoc.methods.gp import GP, FittedGP
 from posthoc.methods.gp_processes import Exact, Sparse, _LogDensity
 from tests.cases import AnyWidth, inputs, mlp, recorded, values
 from tests.oracles import kernel_matrix

@@ -5,24 +5,20 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
-from typing import Any, NoReturn
-
-from torch import Tensor
+from typing import Any
 
 from posthoc.errors import DataError, FileError, OptionError
-from posthoc.kernels import RBF, Constant, Kernel, Linear, Matern, Points, Product, Sum, White, as_kernel
+from posthoc.kernels import RBF, Constant, Kernel, Linear, Matern, Product, Sum, White, as_kernel
+from posthoc.registry import Registry
 
-__all__ = ["kernel_from_file", "kernel_from_spec", "kernel_of_head", "same_form"]
+__all__ = ["KERNELS", "kernel_from_file", "kernel_from_spec", "kernel_of_head", "same_form"]
 
 PAIRS: dict[str, type[Kernel]] = {"sum": Sum, "product": Product}
-KINDS: dict[str, type[Kernel]] = {
-    "rbf": RBF,
-    "matern": Matern,
-    "linear": Linear,
-    "constant": Constant,
-    "white": White,
-    **PAIRS,
-}
+KERNELS = Registry(
+    "posthoc.kernels",
+    {"rbf": RBF, "matern": Matern, "linear": Linear, "constant": Constant, "white": White, **PAIRS},
+)
+"""Every kernel by name. Another package adds its own by an entry point of the group "posthoc.kernels"."""
 
 
 def kernel_from_spec(spec: Any) -> Kernel:
@@ -31,10 +27,10 @@ def kernel_from_spec(spec: Any) -> Kernel:
         raise OptionError(f"Expected a kernel as a table of its type and options, got {spec!r}.")
     options = dict(spec)
     kind, start = options.pop("type", None), options.pop("start", {})
-    if not isinstance(kind, str) or kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KERNELS:
         why = ": a GPyTorch kernel is not built by name, since that would run code" if kind == "gpytorch" else ""
-        raise OptionError(f"Expected a kernel of {', '.join(KINDS)}, got {kind!r}{why}.")
-    signature = inspect.signature(KINDS[kind])
+        raise OptionError(f"Expected a kernel of {', '.join(KERNELS)}, got {kind!r}{why}.")
+    signature = inspect.signature(KERNELS[kind])
     try:
         signature.bind(**options)
     except TypeError as error:
@@ -43,7 +39,7 @@ def kernel_from_spec(spec: Any) -> Kernel:
         raise OptionError(f"Expected the kernel {kind!r} with {which} its options, {known}; got {found}.") from error
     if kind in PAIRS:
         options = {side: kernel_from_spec(part) for side, part in options.items()}
-    kernel = KINDS[kind](**options)
+    kernel = KERNELS[kind](**options)
     try:
         kernel.begin(start)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -63,7 +59,11 @@ def same_form(a: Any, b: Any) -> bool:
 
 
 def kernel_from_file(recipe: Mapping[str, Any], given: Any | None) -> Kernel:
-    """The kernel of a file, unfitted: built by name or, where that cannot be, the one given to `load`."""
+    """The kernel of a file, unfitted: built by name or, where that cannot be, the one given to `load`.
+
+    Raises:
+        FileError: The kernel is not built by name and was not given, or the given one is of another form.
+    """
     kernel = as_kernel(given) if given is not None else None
     if kernel is not None and not same_form(kernel.spec(), recipe):
         raise FileError(
@@ -73,7 +73,11 @@ def kernel_from_file(recipe: Mapping[str, Any], given: Any | None) -> Kernel:
     try:
         return kernel_from_spec(recipe)
     except OptionError as error:
-        return kernel if kernel is not None else NotGiven(recipe, str(error))
+        if kernel is not None:
+            return kernel
+        raise FileError(
+            f"{error} The kernel of this head is {dict(recipe)}: load(path, kernel=...) with one of the same form."
+        ) from error
 
 
 def kernel_of_head(asked: Kernel, spec: Any) -> Kernel:
@@ -84,33 +88,3 @@ def kernel_of_head(asked: Kernel, spec: Any) -> Kernel:
     if spec == Constant().spec():
         return Constant()
     raise DataError(f"a head with the kernel {spec}, fitted for {asked.spec()}")
-
-
-class NotGiven(Kernel):
-    """Stands for a kernel that a file names but that was not given to `load`: only its form is known. A head that has
-    no use for it predicts all the same."""
-
-    def __init__(self, recipe: Mapping[str, Any], why: str) -> None:
-        super().__init__()
-        self.named, self.why = dict(recipe), why
-
-    def spec(self) -> dict[str, Any]:
-        return self.named
-
-    def recipe(self) -> dict[str, Any]:
-        return self.named
-
-    def forward(self, a: Points, b: Points) -> Tensor:
-        self._ask()
-
-    def diag(self, a: Points) -> Tensor:
-        self._ask()
-
-    def spaces(self) -> set[str | None]:
-        self._ask()
-
-    def initialize(self, sample: Points, default: str) -> None:
-        self._ask()
-
-    def _ask(self) -> NoReturn:
-        raise FileError(f"{self.why} This head's is {self.named}: load(path, kernel=...) with one of the same form.")

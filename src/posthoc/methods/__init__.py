@@ -1,13 +1,11 @@
-"""Every method by name, and the one way to load any of them."""
+"""Every method by name, and `load` for a head of any of them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from posthoc.base import Method
 from posthoc.errors import FileError, OptionError
@@ -26,6 +24,7 @@ from posthoc.methods.weights.ensemble import Ensemble
 from posthoc.methods.weights.hmc import HMC
 from posthoc.methods.weights.mfvi import MFVI
 from posthoc.methods.weights.sngp import SNGP
+from posthoc.registry import Registry
 
 __all__ = [
     "ELLA",
@@ -61,28 +60,43 @@ METHODS: tuple[type[Method], ...] = (
     GP,
     HMC,
 )
-REGISTRY: dict[str, type[Method]] = {method.name: method for method in METHODS}
+REGISTRY = Registry("posthoc.methods", {method.name: method for method in METHODS})
+"""Every method by name. Another package adds its own by an entry point of the group "posthoc.methods"."""
 
 
 def method_named(name: str) -> type[Method]:
-    """The class of a method, by the name it has in files and on the command line."""
+    """The class of a method, by its name in files and on the command line.
+
+    Raises:
+        OptionError: There is no method of this name.
+    """
     if name not in REGISTRY:
         raise OptionError(f"Expected a method among {', '.join(sorted(REGISTRY))}, got {name!r}.")
-    return REGISTRY[name]
+    found: type[Method] = REGISTRY[name]
+    return found
 
 
-def load(
-    path: str | os.PathLike[str],
-    *,
-    model: nn.Module | Sequence[nn.Module] | Callable[..., Any] | None = None,
-    device: str | torch.device | None = None,
-) -> Method:
-    """A saved head of whatever method it is, and the network it was fitted on (for an ensemble, their list)."""
+def load(path: str | os.PathLike[str], *, model: Any = None, device: str | torch.device | None = None) -> Method:
+    """Loads a saved head of any method.
+
+    Args:
+        path: The file.
+        model: The network that the head was fitted on, or None; for an ensemble, the list of networks.
+        device: Where the head computes.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from posthoc import Outputs, Temperature, load
+        >>> data = Outputs(torch.tensor([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 1, 1]))
+        >>> path = f"{tempfile.mkdtemp()}/head.safetensors"
+        >>> Temperature().fit(data).save(path)
+        >>> load(path)
+        Temperature(classification, fitted)
+    """
     name = read_head(path)[1]["method"]
     if name not in REGISTRY:
         raise FileError(
             f"Expected a head of {', '.join(sorted(REGISTRY))}, found one of {name!r} in {path}: it needs a later "
-            "version of posthoc, or what registers that method."
+            "version of posthoc, or the package that registers the method."
         )
-    found: Method = REGISTRY[name].load(path, model=model, device=device)
-    return found
+    return method_named(name).load(path, model=model, device=device)
