@@ -42,8 +42,8 @@ def dense(
 
 def kernels(method: GP, x: Tensor, t: Tensor, output: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """The fitted kernel among data and new points, from its textbook formula."""
-    assert method.head is not None
-    kernel = method.head.process.kernel
+    assert method._fitted is not None
+    kernel = method._fitted.process.kernel
     lengthscale = kernel.base_kernel.lengthscale[output, 0].detach()
     location, spread = x.mean(0), x.std(0, unbiased=False)
     a, b = (x - location) / spread, (t - location) / spread
@@ -177,12 +177,12 @@ def test_many_points_are_fitted_with_inducing_points():
     options = {"num_inducing": 20, "batch_size": 100, "steps": 200, "lr": 0.1}
     method = GP(network, "regression", mean="zero", exact_up_to=299, **options)
     method.fit((x, y))
-    head = method.head
+    head = method._fitted
     assert head is not None
     assert isinstance(head.process, Sparse)
     exact = GP(network, "regression", mean="zero", steps=40).fit((x, y))
-    assert exact.head is not None
-    assert isinstance(exact.head.process, Exact)
+    assert exact._fitted is not None
+    assert isinstance(exact._fitted.process, Exact)
     t, truth = wavy(200, noise=0.0, seed=5)
     a, b = method.predict(t), exact.predict(t)
     assert (a.mean - b.mean).abs().mean() < 0.05
@@ -195,8 +195,8 @@ def test_the_limit_counts_every_output():
     data = Outputs(torch.zeros(20, 4, dtype=D), y.expand(20, 4), inputs=x)
     for limit, kind in ((40, Exact), (39, Sparse)):
         method = GP(None, "regression", exact_up_to=limit, num_inducing=5, steps=2).fit(data)
-        assert method.head is not None
-        assert isinstance(method.head.process, kind)
+        assert method._fitted is not None
+        assert isinstance(method._fitted.process, kind)
 
 
 def test_num_data_scales_the_elbo():
@@ -260,7 +260,7 @@ def test_bad_input(monkeypatch):
         GP(None, "classification")
     with pytest.raises(OptionError, match="'network', 'zero'"):
         GP(None, "regression", mean="constant")
-    with pytest.raises(OptionError, match="Unknown option step"):
+    with pytest.raises(OptionError, match="Unknown option .step."):
         GP(None, "regression", step=3)
     with pytest.raises(DataError, match=r'Expected inputs .* on="features"'):
         GP(None, "regression").fit(Outputs(y, y, features=x))
