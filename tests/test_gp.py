@@ -42,7 +42,7 @@ def dense(
 
 def kernels(method: GP, x: Tensor, t: Tensor, output: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """The fitted kernel among data and new points, from its textbook formula."""
-    assert method._fitted is not None
+    assert isinstance(method._fitted, FittedGP)
     kernel = method._fitted.process.kernel
     lengthscale = kernel.base_kernel.lengthscale[output, 0].detach()
     location, spread = x.mean(0), x.std(0, unbiased=False)
@@ -260,7 +260,7 @@ def test_bad_input(monkeypatch):
         GP(None, "classification")
     with pytest.raises(OptionError, match="'network', 'zero'"):
         GP(None, "regression", mean="constant")
-    with pytest.raises(OptionError, match="Unknown option .step."):
+    with pytest.raises(OptionError, match="Unknown option 'step'"):
         GP(None, "regression", step=3)
     with pytest.raises(DataError, match=r'Expected inputs .* on="features"'):
         GP(None, "regression").fit(Outputs(y, y, features=x))
