@@ -60,7 +60,7 @@ def test_cases_and_methods_are_in_the_order_people_expect(tmp_path):
             write(tmp_path, document(case=case, method=method))
     experiment = one(tmp_path)
     assert [case.case for case in experiment.cases] == ["resnet20", "resnet56", "resnet110"]
-    assert list(experiment.methods) == ["map", "laplace", "laplace-kfac", "zeta", "fmgp", "fmgp-paper"]
+    assert list(experiment.numbers) == ["map", "laplace", "laplace-kfac", "zeta", "fmgp", "fmgp-paper"]
     assert sorted(["0.5", "0.25", "1", "0", "x²", "10 a", "9 b"], key=natural) == [
         "0", "0.25", "0.5", "1", "9 b", "10 a", "x²",
     ]  # fmt: skip

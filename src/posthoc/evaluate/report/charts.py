@@ -55,25 +55,8 @@ INCH = 72
 HEADROOM = 0.6
 """How far charts of bands reach beyond the data, in units of the data's range; bands that leave them are cut."""
 
-HINTS = {
-    "reliability": (
-        "Reliability",
-        "How often the predicted class is the true one, by the confidence of the prediction. On the diagonal the two "
-        "agree; below it the method is overconfident. Bars are two standard errors, bins of few rows are gray dots, "
-        "columns show the share of rows.",
-    ),
-    "entropy": (
-        "Entropy",
-        "How uncertain the predictions are. Filled: test data. Line: data from elsewhere, which should be more "
-        "uncertain. Heights grow with the square root of the share.",
-    ),
-    "error_bars": (
-        "Intervals",
-        "A sample of test rows of the first seed with their 90 % intervals. Intervals that hold the target cross the "
-        "diagonal; the others are orange with a dot.",
-    ),
-    "band": ("Predictions", "The mean, the 90 % interval shaded, the data as dots; the first seed."),
-}
+KINDS = ("reliability", "entropy", "error_bars", "band")
+"""Curves that are drawn in a chart a method, in this order."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +73,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class Block:
-    """Charts under one heading."""
+    """Charts of one kind: "lines" of all methods with their legend, or one of `KINDS`."""
 
-    heading: str
-    hint: str
+    kind: str
     charts: list[Chart]
-    kind: str = "panels"
     legend: Sequence[tuple[int, str, Chart]] = ()
 
 
@@ -113,12 +94,11 @@ class Charts:
         if lines := [*self._along(case, numbers), *self._over_methods(case, numbers)]:
             drawn = [method for method in case.methods if any(run.curves or run.lines for run in method.counted)]
             legend = [(numbers[each.method], each.title, self._swatch(numbers[each.method])) for each in drawn]
-            blocks.append(Block("All methods", "Pick a method to follow it.", lines, "plots", legend))
-        for name, (heading, hint) in HINTS.items():
-            having = [(method, curves) for method in case.methods if (curves := curves_of(method, name))]
+            blocks.append(Block("lines", lines, legend))
+        for kind in KINDS:
+            having = [(method, curves) for method in case.methods if (curves := curves_of(method, kind))]
             if having:
-                panels = list(getattr(self, f"_{name}")(having))
-                blocks.append(Block(heading, hint, panels, "panels wide" if name == "band" else "panels"))
+                blocks.append(Block(kind, list(getattr(self, f"_{kind}")(having))))
         return blocks
 
     def _along(self, case: CaseSummary, numbers: Mapping[str, int]) -> Iterable[Chart]:

@@ -10,18 +10,16 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from posthoc.evaluate.report.charts import Block, Charts
+from posthoc.evaluate.report.charts import Charts
 from posthoc.evaluate.report.records import Record, Results, mapping, read_results
 from posthoc.evaluate.report.tables import (
     COLUMNS,
     CaseSummary,
     Column,
     Estimate,
-    ExperimentSummary,
     MethodSummary,
     columns_of,
     described,
@@ -35,8 +33,8 @@ from posthoc.io import atomic_path
 
 __all__ = ["render", "write_report"]
 
-LONGEST_OPTION, LONGEST_TEXT, LARGEST_PICTURE, EXAMPLES = 160, 400, 60_000, 8
-"""Characters of an option and of a text, base64 characters of a picture, examples of each kind."""
+LONGEST_OPTION, LARGEST_PICTURE, EXAMPLES = 160, 60_000, 8
+"""Characters of an option, base64 characters of a picture, examples of each kind."""
 CLEAR = 2.0
 """Standard errors that make a difference clear."""
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -67,23 +65,21 @@ def render(results: Results) -> str:
     """The page as text."""
     from jinja2 import Environment, StrictUndefined
 
-    experiments = summarize(results.records)
     style, script = asset("style.css"), asset("page.js")
-    charts, anchors = Charts(), Anchors()
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    environment.filters["plain"] = plain
+    functions = (columns_of, distinct, duration, examples_of, methods_explained, options_of, picture_of, places_in)
+    environment.globals |= {function.__name__: function for function in (*functions, spread, verdict_of)}
     return environment.from_string(asset("template.html")).render(
         style=style,
         script=script,
         policy=f"default-src 'none'; style-src {digest(style)}; script-src {digest(script)}; img-src data:; "
         "base-uri 'none'; form-action 'none'",
-        title=title_of(experiments),
-        counts=counts_of(results),
+        experiments=summarize(results.records),
+        records=results.records,
         warnings=results.warnings,
-        experiments=[section(experiment, charts, anchors) for experiment in experiments],
-        figures_shown=glossary_of_figures(experiments),
+        charts=Charts(),
+        columns=COLUMNS,
         inf=math.inf,
-        methods=glossary_of_methods(results.records),
     )
 
 
@@ -97,136 +93,12 @@ def digest(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode('ascii')}'"
 
 
-class Anchors:
-    """Anchors of sections: readable, and each only once."""
-
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-
-    def new(self, *names: str) -> str:
-        words = re.sub(r"[^a-z0-9]+", "-", " ".join(names).lower()).strip("-") or "results"
-        anchor, number = f"at-{words}", 2
-        while anchor in self._taken:
-            anchor, number = f"at-{words}-{number}", number + 1
-        self._taken.add(anchor)
-        return anchor
+# What the template asks for.
 
 
-def title_of(experiments: Sequence[ExperimentSummary]) -> str:
-    return experiments[0].name if len(experiments) == 1 else f"{len(experiments)} experiments"
-
-
-def counts_of(results: Results) -> str:
-    """How many runs, methods, seeds, and the versions."""
-    versions = sorted({str(record.versions["posthoc"]) for record in results.records if "posthoc" in record.versions})
-    numbers = {
-        "run": len(results.records),
-        "method": len({record.method for record in results.records}),
-        "seed": len({record.seed for record in results.records}),
-    }
-    counts = [f"{number} {word}{'' if number == 1 else 's'}" for word, number in numbers.items()]
-    return " · ".join((*counts, *(f"posthoc {version}" for version in versions)))
-
-
-# Sections.
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A figure in a table."""
-
-    value: float | None
-    mean: str = ""
-    error: str = ""
-    place: int | None = None
-    count: int | None = None
-    """Of runs, where some of the method's have no such figure."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Columns, and a row of cells a method; `seeds` says whether any method has several."""
-
-    columns: list[Column]
-    rows: list[tuple[MethodSummary, list[Cell]]]
-    seeds: bool
-
-
-@dataclass(frozen=True)
-class Case:
-    """What the page shows of one case."""
-
-    anchor: str
-    summary: CaseSummary
-    verdict: str
-    selections: list[tuple[str, str]]
-    table: Table
-    further: Table | None
-    notes: list[str]
-    blocks: list[Block]
-    examples: tuple[str, dict[str, list[dict[str, Any]]]] | None
-    options: list[tuple[str, dict[str, str]]]
-
-
-@dataclass(frozen=True)
-class Section:
-    """What the page shows of one experiment."""
-
-    anchor: str
-    name: str
-    cases: list[Case]
-    facts: list[tuple[str, list[str]]]
-    warnings: list[str]
-
-
-def section(experiment: ExperimentSummary, charts: Charts, anchors: Anchors) -> Section:
-    numbers = {method: number for number, method in enumerate(experiment.methods)}
-    runs = [run for case in experiment.cases for run in case.runs]
-    warned = dict.fromkeys(f"{run.title}: {warning}" for run in runs for warning in run.warnings)
-    anchor = anchors.new(experiment.name)
-    cases = [
-        case_of(case, charts.of(case, numbers), anchors.new(experiment.name, case.case)) for case in experiment.cases
-    ]
-    return Section(anchor, experiment.name, cases, facts_of(runs), list(warned))
-
-
-def case_of(case: CaseSummary, blocks: list[Block], anchor: str) -> Case:
-    main, further = columns_of(case)
-    shown = [method for method in case.methods if method.applies]
-    refused = [method.title for method in case.methods if not method.applies]
-    notes = [note for note in case.notes() if " (does not apply): " not in note]
-    if refused:
-        notes.append(f"Not for this task or these data: {', '.join(refused)}.")
-    selections = {
-        (method.title, run.selection): None for method in case.methods for run in method.counted if run.selection
-    }
-    return Case(
-        anchor,
-        case,
-        verdict_of(shown),
-        list(selections),
-        table_of(main, shown),
-        table_of(further, shown) if further else None,
-        notes,
-        blocks,
-        examples_of(shown),
-        options_of(case),
-    )
-
-
-def table_of(columns: list[Column], methods: list[MethodSummary]) -> Table:
-    places = {column: places_of(column, estimates_of(column.figure, methods)) for column in columns}
-
-    def cell(method: MethodSummary, column: Column) -> Cell:
-        found = method.estimates.get(column.figure)
-        if found is None:
-            return Cell(None)
-        error = "" if found.error is None else spread(column, found)
-        count = found.count if found.count < len(method.counted) else None
-        return Cell(found.mean, column.write(found.mean), error, places[column].get(method.method), count)
-
-    rows = [(method, [cell(method, column) for column in columns]) for method in methods]
-    return Table(columns, rows, any(len(method.runs) + len(method.missing) > 1 for method in methods))
+def places_in(columns: Iterable[Column], methods: list[MethodSummary]) -> dict[str, dict[str, int]]:
+    """The first (1) and second (2) methods of each column."""
+    return {column.figure: places_of(column, estimates_of(column.figure, methods)) for column in columns}
 
 
 def estimates_of(figure: str, methods: Iterable[MethodSummary]) -> dict[str, Estimate]:
@@ -263,40 +135,18 @@ def verdict_of(methods: list[MethodSummary]) -> str:
     return text
 
 
-def examples_of(methods: list[MethodSummary]) -> tuple[str, dict[str, list[dict[str, Any]]]] | None:
+def examples_of(methods: list[MethodSummary]) -> tuple[str, dict[str, list[Any]]] | None:
     """The examples of the first run of the method with the lowest NLL that has any, and its title."""
     nll = estimates_of("nll", methods)
     for method in sorted(methods, key=lambda each: nll[each.method].mean if each.method in nll else math.inf):
         for run in method.counted:
-            kinds = {"most_certain": "Most certain", "least_certain": "Least certain"}
             found = {
-                title: [example_of(each) for each in run.examples.get(kind, ()) if isinstance(each, dict)][:EXAMPLES]
-                for kind, title in kinds.items()
+                kind: [example for example in run.examples.get(kind, ()) if isinstance(example, dict)][:EXAMPLES]
+                for kind in ("most_certain", "least_certain")
             }
             if any(found.values()):
-                return method.title, {title: group for title, group in found.items() if group}
+                return method.title, {kind: group for kind, group in found.items() if group}
     return None
-
-
-def example_of(example: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows of one example, in words."""
-
-    def words(key: str, longest: int = 80) -> str:
-        return shortened(str(example[key]), longest) if example.get(key) is not None else ""
-
-    numbers = [
-        f"{value:.3f} {unit}"
-        for key, unit in (("probability", "confident"), ("entropy", "nats"))
-        if isinstance(value := example.get(key), int | float)
-    ]
-    return {
-        "picture": picture_of(example.get("png")),
-        "text": words("text", LONGEST_TEXT),
-        "row": words("row"),
-        "label": words("said"),
-        "target": words("target"),
-        "numbers": numbers,
-    }
 
 
 def picture_of(png: Any) -> str:
@@ -308,22 +158,6 @@ def picture_of(png: Any) -> str:
     except (binascii.Error, ValueError):
         return ""
     return png if decoded.startswith(PNG_SIGNATURE) else ""
-
-
-# How it was run.
-
-
-def facts_of(runs: Sequence[Record]) -> list[tuple[str, list[str]]]:
-    """Runs, time, versions and machines of an experiment."""
-    spent = math.fsum(run.costs.get(name, 0.0) for run in runs for name in ("fit_seconds", "predict_seconds"))
-    seeds = sorted({run.seed for run in runs})
-    runs_of = f"{len(runs)}, with seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
-    return [
-        ("Runs", [runs_of]),
-        ("Time", [f"{duration(spent)} of fitting and predicting in all"]),
-        ("Versions", distinct(run.versions for run in runs)),
-        ("Machine", distinct(run.machine for run in runs)),
-    ]
 
 
 def distinct(facts: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -346,67 +180,33 @@ def options_of(case: CaseSummary) -> list[tuple[str, dict[str, str]]]:
 
 
 def options(runs: Iterable[Record]) -> dict[str, str]:
-    """The options of a method's runs; those that differ between seeds say so."""
+    """The options of a method's runs that are set, by name; those that differ between seeds say so."""
     values: dict[str, dict[str, None]] = {}
     for run in runs:
-        for name, value in flat(run.configuration).items():
-            values.setdefault(name, {})[value] = None
-    return {
-        plain(name): next(iter(found)) if len(found) == 1 else "varies with the seed" for name, found in values.items()
-    }
+        own = mapping(run.configuration.get("options"))
+        parts = {f"{name}, {key}": value for name, part in own.items() for key, value in mapping(part).items()}
+        for name, value in {**run.configuration, **own, **parts}.items():
+            if isinstance(value, str | int | float) and name != "method":
+                values.setdefault(name.replace("_", " "), {})[in_words(value)] = None
+    return {name: next(iter(found)) if len(found) == 1 else "varies with the seed" for name, found in values.items()}
 
 
-def flat(configuration: Mapping[str, Any]) -> dict[str, str]:
-    """The options that are set, those of a part (such as a kernel) under a dotted name; without what nests deeper."""
-    options = mapping(configuration.get("options"))
-    parts = {f"{name}.{key}": value for name, part in options.items() for key, value in mapping(part).items()}
-    found = {**{name: value for name, value in configuration.items() if name != "method"}, **options, **parts}
-    return {
-        name: shortened(value_in_words(value), LONGEST_OPTION)
-        for name, value in found.items()
-        if value is not None and not is_nested(value)
-    }
-
-
-def is_nested(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and any(map(is_nested, value)))
-
-
-def value_in_words(value: Any) -> str:
+def in_words(value: str | float) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, list):
-        return ", ".join(map(value_in_words, value))
-    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value)
+    text = f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value)
+    return text if len(text) <= LONGEST_OPTION else text[: LONGEST_OPTION - 1] + "…"
 
 
-def plain(name: Any) -> str:
-    """A name of code in words."""
-    return str(name).replace("_", " ").replace(".", ", ")
-
-
-def shortened(text: str, longest: int) -> str:
-    return text if len(text) <= longest else text[: longest - 1] + "…"
-
-
-def duration(seconds: float) -> str:
+def duration(runs: Sequence[Record]) -> str:
+    """The time of all fits and predictions."""
+    seconds = math.fsum(run.costs.get(name, 0.0) for run in runs for name in ("fit_seconds", "predict_seconds"))
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-# Glossary.
-
-
-def glossary_of_figures(experiments: Iterable[ExperimentSummary]) -> list[Column]:
-    """The figures on the page that have a meaning to tell."""
-    shown = {
-        column.figure for each in experiments for case in each.cases for part in columns_of(case) for column in part
-    }
-    return [column for name, column in COLUMNS.items() if name in shown and column.meaning]
-
-
-def glossary_of_methods(records: Iterable[Record]) -> list[tuple[str, str]]:
+def methods_explained(records: Iterable[Record]) -> list[tuple[str, str]]:
     """The methods on the page and the first sentence of their class's documentation."""
     from posthoc.methods import REGISTRY
 

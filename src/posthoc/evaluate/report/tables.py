@@ -56,21 +56,19 @@ def megabytes(value: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A figure: its title, how it is written, where it is best, and what it means.
+    """A figure: its title, how it is written, and where it is best.
 
     Args:
         figure: Its name in JSON.
         title: Its heading.
         write: From a value to text.
         best: Minus or plus infinity, a value to be near to, or None where no value is better than another.
-        meaning: One sentence for the glossary of a report.
     """
 
     figure: str
     title: str
     write: Callable[[float], str] = digits
     best: float | None = None
-    meaning: str = ""
 
     @property
     def heading(self) -> str:
@@ -89,54 +87,24 @@ class Column:
 COLUMNS = {
     column.figure: column
     for column in (
-        Column("nll", "NLL", decimals, LOW, "Negative log-likelihood: the surprise at the true answer, in nats a row."),
-        Column("accuracy", "accuracy", decimals, HIGH, "The share of rows whose most probable class is the true one."),
-        Column(
-            "ece",
-            "ECE",
-            decimals,
-            LOW,
-            "Expected calibration error: how far stated confidence and accuracy are apart, on average.",
-        ),
-        Column("brier", "Brier", decimals, LOW, "Squared distance from the probabilities to the true class, 0 to 2."),
-        Column(
-            "ood_auc",
-            "OOD AUC",
-            decimals,
-            HIGH,
-            "How often a row from elsewhere is less certain than a test row (0.5 is chance).",
-        ),
-        Column("rmse", "RMSE", digits, LOW, "Root mean squared error of the prediction, in the target's units."),
-        Column(
-            "crps",
-            "CRPS",
-            digits,
-            LOW,
-            "Continuous ranked probability score: the absolute error of a whole distribution, in the target's units.",
-        ),
-        Column(
-            "cqm",
-            "CQM",
-            decimals,
-            LOW,
-            "Centered quantile metric: how far promised and actual coverage are apart, over all levels (0 to 0.5).",
-        ),
-        Column("coverage_90", "cover 90 %", decimals, 0.9, "The share of targets inside the 90 % intervals."),
-        Column("width_90", "width 90 %", digits, None, "The mean width of the 90 % intervals, in the target's units."),
-        Column("fit_seconds", "fit, s", seconds, LOW, "Seconds to fit the method."),
-        Column("predict_seconds", "predict, s", seconds, LOW, "Seconds for the predictions of all test rows."),
-        Column("peak_memory", "memory, MB", megabytes, LOW, "Memory added at the peak of fit and prediction."),
-        Column("mae", "MAE", digits, LOW, "Mean absolute error of the prediction."),
-        Column("coverage_50", "cover 50 %", decimals, 0.5, "The share of targets inside the 50 % intervals."),
-        Column("coverage_95", "cover 95 %", decimals, 0.95, "The share of targets inside the 95 % intervals."),
-        Column("aurc", "AURC", digits, LOW, "Mean error over all shares of rows kept, the most certain first."),
-        Column(
-            "ood_fpr95",
-            "OOD FPR at 95 %",
-            decimals,
-            LOW,
-            "The share of test rows flagged where 95 % of the rows from elsewhere are.",
-        ),
+        Column("nll", "NLL", decimals, LOW),
+        Column("accuracy", "accuracy", decimals, HIGH),
+        Column("ece", "ECE", decimals, LOW),
+        Column("brier", "Brier", decimals, LOW),
+        Column("ood_auc", "OOD AUC", decimals, HIGH),
+        Column("rmse", "RMSE", digits, LOW),
+        Column("crps", "CRPS", digits, LOW),
+        Column("cqm", "CQM", decimals, LOW),
+        Column("coverage_90", "cover 90 %", decimals, 0.9),
+        Column("width_90", "width 90 %", digits, None),
+        Column("fit_seconds", "fit, s", seconds, LOW),
+        Column("predict_seconds", "predict, s", seconds, LOW),
+        Column("peak_memory", "memory, MB", megabytes, LOW),
+        Column("mae", "MAE", digits, LOW),
+        Column("coverage_50", "cover 50 %", decimals, 0.5),
+        Column("coverage_95", "cover 95 %", decimals, 0.95),
+        Column("aurc", "AURC", digits, LOW),
+        Column("ood_fpr95", "OOD FPR at 95 %", decimals, LOW),
         Column("fit_memory", "fit, MB", megabytes, LOW),
         Column("predict_memory", "predict, MB", megabytes, LOW),
     )
@@ -198,6 +166,11 @@ class MethodSummary:
         return (*self.counted, *self.excluded)
 
     @property
+    def seeds(self) -> int:
+        """How many seeds it was run with or is missing."""
+        return len(self.runs) + len(self.missing)
+
+    @property
     def applies(self) -> bool:
         """False if the method is not for such data."""
         return bool(self.counted) or any(run.applies for run in self.excluded)
@@ -231,12 +204,11 @@ class CaseSummary:
         ]
 
     def notes(self) -> list[str]:
-        """Which runs the means are without, and why."""
+        """Which runs the means are without, and why; not of methods that do not apply."""
         found = []
-        for method in self.methods:
+        for method in (method for method in self.methods if method.applies):
             for run in method.excluded:
-                verdict = "left out of the means" if run.applies else "does not apply"
-                found.append(f"{method.title}, seed {run.seed} ({verdict}): {run.problem}")
+                found.append(f"{method.title}, seed {run.seed} (left out of the means): {run.problem}")
             if method.missing:
                 found.append(f"{method.title}: no run with seed {', '.join(map(str, method.missing))}")
         return found
@@ -250,10 +222,14 @@ class ExperimentSummary:
     cases: tuple[CaseSummary, ...]
 
     @property
-    def methods(self) -> dict[str, str]:
-        """Titles of the methods of all cases by name, in one order."""
-        titles = {method.method: method.title for case in self.cases for method in case.methods}
-        return {name: titles[name] for name in sorted(titles, key=order)}
+    def runs(self) -> list[Record]:
+        return [run for case in self.cases for run in case.runs]
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The methods of all cases in one order, numbered."""
+        names = {method.method for case in self.cases for method in case.methods}
+        return {name: number for number, name in enumerate(sorted(names, key=order))}
 
 
 def summarize(records: Iterable[Record]) -> list[ExperimentSummary]:
