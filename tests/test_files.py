@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import stat
+import subprocess
 import sys
 import time
 import warnings
@@ -21,8 +22,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from posthoc import DataError, FileError, OptionError, Outputs
+from posthoc import FMGP, DataError, FileError, OptionError, Outputs
 from posthoc.collect import OutputsWriter, open_outputs, read_identity, save_outputs
+from posthoc.io import atomic_path
+from tests.cases import QUICK
 
 NAMES = ("outputs", "targets", "features", "inputs")
 FORMS = (".npz", ".safetensors", ".parquet", "")
@@ -555,3 +558,65 @@ def test_identity_is_kept(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="mapping that JSON can hold"):
         OutputsWriter(tmp_path / "new", identity={"network": object()})
     assert not (tmp_path / "new").exists()
+
+
+# What must not be read or written.
+
+
+def test_nan_in_a_mapped_folder_is_refused_when_fitted_on(tmp_path: Path) -> None:
+    save_outputs(Outputs(torch.randn(600, 3), torch.arange(600).remainder(3), torch.randn(600, 2)), tmp_path / "data")
+    features = np.load(tmp_path / "data" / "features.npy", mmap_mode="r+")
+    features[411, 1] = np.nan
+    features.flush()
+    with pytest.raises(DataError, match="Expected finite features, got nan in row 411"):
+        FMGP(None, "classification", **QUICK).fit(tmp_path / "data")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+@pytest.mark.parametrize("name", ["data", "folder/outputs.json", "folder/outputs.npy"])
+def test_pipes_are_not_read(name: str, tmp_path: Path) -> None:
+    save_outputs(some(), tmp_path / "folder")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(FileError, match=r"regular file, found a pipe or a device: .*Save the data to a file"):
+        open_outputs(tmp_path / name.split("/")[0])
+
+
+def test_links_are_not_written_to(tmp_path: Path) -> None:
+    save_outputs(some(), tmp_path / "a.npz")
+    (tmp_path / "b.npz").symlink_to(tmp_path / "a.npz")
+    with pytest.raises(FileError, match=r"regular file to write, found a link or a device: .*b\.npz"):
+        save_outputs(some(), tmp_path / "b.npz", force=True)
+
+
+def test_archive_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez_compressed(tmp_path / "a.npz", outputs=np.zeros((10_000, 10)), other=np.zeros(10))
+    monkeypatch.setattr(os, "sysconf", lambda name: 1000)
+    with pytest.raises(FileError, match=r"fit into memory, found 0\.0 GB in .*a\.npz.*save them as a folder"):
+        open_outputs(tmp_path / "a.npz")
+
+
+def test_numbers_beyond_int64_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", outputs=np.zeros((1, 2)), targets=np.array([2**63 + 5], dtype=np.uint64))
+    with pytest.raises(DataError, match=r"whole numbers below 2\^63, got 9223372036854775813"):
+        open_outputs(tmp_path / "a.npz")
+
+
+def test_leftovers_of_ended_processes_are_removed(tmp_path: Path) -> None:
+    code = "import os, sys; from posthoc.io import atomic_path\nwith atomic_path(sys.argv[1]) as temporary: os._exit(0)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.npz")], check=True)
+    assert len(os.listdir(tmp_path)) == 1
+    with atomic_path(tmp_path / "a.npz") as temporary:
+        assert os.listdir(tmp_path) == [temporary.name]
+        with atomic_path(tmp_path / "a.npz"):
+            assert temporary.exists()  # this process is still there
+
+
+def test_full_disk_is_reported_with_the_name_of_the_file(tmp_path: Path) -> None:
+    def write() -> None:
+        with atomic_path(tmp_path / "table.csv") as temporary:
+            temporary.write_text("a" * 1000)
+
+    with small_files(100), pytest.raises(OSError, match=r"File too large: .*table\.csv"):
+        write()
+    assert not os.listdir(tmp_path)

@@ -224,9 +224,8 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "rows of lists": lambda: Rows(inputs().tolist(), labels().tolist()),
     "mappings": lambda: Mappings(inputs(), labels()),
     "sequence": lambda: Listed(),
-    "stream of rows": lambda: Streamed(list(zip(inputs(), labels(), strict=True))),
-    "stream of rows and columns": lambda: Streamed(list(zip(inputs(), labels()[:, None], strict=True))),
-    "stream of batches": lambda: Streamed([(inputs(), labels())]),
+    "stream of rows": lambda: DataLoader(Streamed(list(zip(inputs(), labels(), strict=True))), batch_size=N),
+    "stream of batches": lambda: DataLoader(Streamed([(inputs(), labels())]), batch_size=None),
     "Hugging Face": lambda: hugging_face(input=inputs().tolist(), label=labels().tolist()),
     "Hugging Face, as tensors": lambda: hugging_face(input=inputs().tolist(), label=labels().tolist()).with_format(
         "torch"
@@ -253,23 +252,9 @@ def test_datasets_without_targets_are_read_in_batches_too(form: str) -> None:
     assert torch.equal(method.predict(data).mean, in_eval(mlp(), inputs()))
 
 
-def test_streamed_rows_are_cut_into_batches_and_none_is_lost() -> None:
-    once = Streamed(iter(list(zip(inputs(), labels(), strict=True))))
-    found = list(iterate(once, 8))
-    assert [len(y) for _, y in found] == [8, 8, 8, 6]
-    assert torch.equal(torch.cat([x for x, _ in found]), inputs())
-
-
-def test_targets_of_several_columns_tell_rows_from_batches_too() -> None:
-    x, y = inputs(), values(N, 2)
-    expected = numbers(FMGP(mlp(2), "regression", **QUICK).fit((x, y)))
-    rows = Streamed(list(zip(x, y, strict=True)))
-    assert same(numbers(FMGP(mlp(2), "regression", **QUICK).fit(rows)), expected)
-
-
-@pytest.mark.parametrize("items", [list(zip(inputs(), values(N, WIDTH), strict=True)), list(inputs())])
-def test_stream_that_could_be_rows_or_batches_is_refused(items: Any) -> None:
-    with pytest.raises(DataError, match=r"could be either: put it into a DataLoader \(batches: with batch_size=None\)"):
+@pytest.mark.parametrize("items", [list(zip(inputs(), values(N, WIDTH), strict=True)), [(inputs(), labels())]])
+def test_stream_that_could_be_of_rows_or_batches_is_refused(items: Any) -> None:
+    with pytest.raises(DataError, match=r"may hold either: put the data into a DataLoader.*batch_size=None"):
         list(iterate(Streamed(items), 8))
 
 

@@ -635,3 +635,18 @@ def test_heads_and_networks_of_inference_mode_serve_outside_it(tmp_path: Path) -
         loaded, model = FMGP.load(tmp_path / "head", model=mlp()), Noisy()
     assert torch.equal(loaded.predict(inputs()).latent.variance, method.predict(inputs()).latent.variance)
     assert FMGP(model, "regression", **QUICK).fit((inputs(), values())).fitted
+
+
+# Advice.
+
+
+def test_single_points_and_lists_of_numbers_are_met_with_advice() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, 1))
+    method = FMGP(model, "regression", **QUICK).fit((inputs(), values()))
+    with pytest.raises(ValueError, match="expected 2D or 3D input") as caught:
+        method.predict(inputs()[0])
+    assert f"of shape ({WIDTH},); a single point must be a batch of one, x[None]" in caught.value.__notes__[0]
+    with pytest.raises(LayerError, match=r"a single point must be a batch of one, x\[None\]"):
+        FMGP(mlp(3), "classification", **QUICK).fit((inputs(), labels())).predict(inputs()[0])
+    with pytest.raises(DataError, match=r"got a list of numbers.*np\.asarray\(data, dtype=np\.float32\)"):
+        method.predict(inputs().tolist())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from posthoc import Outputs
+from posthoc import DataError, Outputs
 
 
 def test_rows_end() -> None:
@@ -28,3 +28,10 @@ def test_repr_shows_shapes() -> None:
     outputs = Outputs(torch.zeros(10_000, 3), torch.zeros(10_000, dtype=torch.long), features=torch.zeros(10_000, 8))
     assert repr(outputs) == "Outputs(outputs=(10000, 3), targets=(10000,), features=(10000, 8), float32)"
     assert outputs._repr_html_() == f"<code>{outputs!r}</code>"
+
+
+def test_parts_have_columns() -> None:
+    with pytest.raises(DataError, match=r"at least one column of outputs, got shape \(20, 0\)"):
+        Outputs(torch.zeros(20, 0))
+    with pytest.raises(DataError, match=r"at least one column of features, got shape \(20, 0\)"):
+        Outputs(torch.zeros(20, 2), features=torch.zeros(20, 0))

@@ -269,3 +269,21 @@ def test_numbered_columns_come_by_their_numbers(tmp_path: Path) -> None:
     names = ["z_0", "z_1", "z_10", "z_11", "z_2"]
     (tmp_path / "t.csv").write_text(",".join([*names, "y"]) + "\n" + "0,1,10,11,2,0\n")
     assert open_outputs(tmp_path / "t.csv", columns={"outputs": "z_*"}).outputs.tolist() == [[0, 1, 2, 10, 11]]
+
+
+@pytest.mark.parametrize("text", ["1_000", "٣", "1,5", "0x10", "1e"])
+def test_only_numbers_as_programs_write_them_are_read(text: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(f"outputs;targets\n1.5;2\n.5;{text}\n")
+    with pytest.raises(DataError, match=rf"Expected numbers in column 'targets', got '{text}' in row 1"):
+        open_outputs(tmp_path / "t.csv")
+
+
+@BOTH
+def test_table_without_rows_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    if kind == "CSV":
+        path.write_text("outputs_0,outputs_1,targets\n")
+    else:
+        parquet.write_table(pa.table({name: pa.array([], pa.float64()) for name in ("outputs_0", "outputs_1")}), path)
+    with pytest.raises(DataError, match="Expected at least one row, got none"):
+        open_outputs(path)

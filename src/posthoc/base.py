@@ -510,7 +510,8 @@ class Method(ABC):
     def _check_width(self, outputs: Outputs, width: tuple[int, ...]) -> None:
         found = tuple(outputs.outputs.shape[1:])
         if found != width:
-            raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}.")
+            hint = "; a single point must be a batch of one, x[None]" if outputs.outputs.shape == width else ""
+            raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}{hint}.")
 
     def _stream(self, data: Any, *, targets: bool = False) -> Generator[Outputs]:
         """The outputs of one batch, or of every batch of a loader; with targets, of data as `fit` takes them."""

@@ -92,7 +92,7 @@ def iterate(data: Any, batch_size: int) -> Iterator[Any]:
     elif is_dataset(data):
         # With a generator of its own: a DataLoader without one draws a seed from the global generator.
         yield from DataLoader(data, batch_size=batch_size, collate_fn=collate, generator=torch.Generator())
-    elif is_list(data) and is_numbers(data):
+    elif is_list(data) and len(data) and is_numbers(data):
         raise DataError(
             "Expected arrays or batches, got a list of numbers, which could be rows or batches: give an array, as "
             "np.asarray(data, dtype=np.float32) makes it."
@@ -116,18 +116,17 @@ def is_dataset(data: Any) -> bool:
 
 
 def stream(data: Iterable[Any], size: int) -> Iterator[Any]:
-    """Yields the batches of a loader, a list or a generator; of an iterable dataset's rows it makes batches."""
+    """Yields the batches of a loader, a list or a generator; of Hugging Face's rows it makes batches."""
     items = iter(data)
     for first in items:
         rest = chain([first], items)
-        # Hugging Face's datasets have column names, and their items are rows.
-        if hasattr(data, "column_names") or (isinstance(data, IterableDataset) and gives_rows(first)):
+        if hasattr(data, "column_names"):  # a dataset of Hugging Face, whose items are rows
             while rows := list(islice(rest, size)):
                 yield collate(rows)
-        elif is_row(first):
+        elif is_row(first) or isinstance(data, IterableDataset):
             raise DataError(
-                "Expected batches, got single rows, whose target is one number: put the data into a DataLoader, which "
-                "makes batches of them."
+                "Expected batches, got single rows, or a dataset that may hold either: put the data into a DataLoader, "
+                "which makes batches of rows (batch_size=None: which takes batches as they are)."
             )
         else:
             yield from rest
@@ -142,28 +141,8 @@ def is_row(item: Any) -> bool:
     return not target[0] or (bool(inputs) and all(len(shape) == 1 and shape[:1] != target[0][:1] for shape in inputs))
 
 
-def gives_rows(first: Any) -> bool:
-    """Whether the first item of an iterable dataset is a row; it may be a batch."""
-    batch = read_batch(first)
-    found = shapes([*batch.args, *batch.kwargs.values(), batch.target])
-    if any(not shape for shape in found) or len({shape[0] for shape in found}) > 1:
-        return True
-    if all(len(shape) < 2 for shape in found):
-        raise DataError(
-            "Expected to see from the first item whether this iterable dataset gives rows or batches, got shapes "
-            f"{found}, which could be either: put it into a DataLoader (batches: with batch_size=None)."
-        )
-    return False
-
-
 def shapes(values: list[Any]) -> list[tuple[int, ...]]:
-    return [shape_of(value) for value in values if is_array(value) or is_numbers(value)]
-
-
-def shape_of(value: Any) -> tuple[int, ...]:
-    if is_array(value):
-        return tuple(value.shape)
-    return (len(value), *(shape_of(value[0]) if len(value) else ())) if is_list(value) else ()
+    return [np.shape(value) for value in values if is_array(value) or is_numbers(value)]
 
 
 def collate(rows: list[Any]) -> Any:

@@ -7,7 +7,6 @@ meanwhile.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,15 +46,18 @@ RUNNING: WeakKeyDictionary[nn.Module, State] = WeakKeyDictionary()
 CHECKED: WeakSet[nn.Module] = WeakSet()
 """The networks whose weights had the same values before and after their first batch."""
 
-BUFFER_COPIES: WeakKeyDictionary[nn.Module, tuple[list[Tensor], list[tuple[int, bool]], list[Tensor]]] = (
-    WeakKeyDictionary()
+CHANGED = (
+    "Expected a network that stays as it is while posthoc runs it, found {}. If another thread trains it, predict with "
+    "a copy (copy.deepcopy(model)), or train and predict one after the other. If the network itself writes to its "
+    "weights, run it yourself and give posthoc.Outputs. The weights are not put back: load them again if need be."
 )
-"""Buffers, their versions and copies, of networks that did not write to them: valid while the versions are the same."""
-
-WHAT_TO_DO = (
-    "If another thread trains it, predict with a copy (copy.deepcopy(model)), or train and predict one after the "
-    "other. If the network itself writes to its weights, run it yourself and give posthoc.Outputs. The weights are not "
-    "put back: load them again if need be."
+CHANGED_BY_EVAL = (
+    "Expected a network whose weights stay as they are in eval mode, found that its eval() changes them: {}. Call "
+    "model.eval() before you hand the network over, and leave it so."
+)
+TRAINED_MEANWHILE = (
+    "Expected a network in training mode, found that another thread predicts with it and has it in eval mode. Predict "
+    "with a copy (copy.deepcopy(model)), or train and predict one after the other."
 )
 
 
@@ -89,7 +91,7 @@ def evaluating(module: nn.Module | None) -> Iterator[None]:
                 del RUNNING[module]
                 state.restore(changed=bool(changes))
         if changes and succeeded:
-            raise changed(changes)
+            raise PosthocError(CHANGED.format(changes))
 
 
 @contextmanager
@@ -102,8 +104,10 @@ def exclusive(module: nn.Module | None) -> Iterator[None]:
     with state.lock:
         state.threads.add(threading.get_ident())
         yield
-        if state.norms is not None:
-            state.check_first_batch()
+        if state.module not in CHECKED:
+            if changes := state.changes() or state.new_values():
+                raise PosthocError(CHANGED.format(changes))
+            CHECKED.add(state.module)
 
 
 class State:
@@ -114,74 +118,52 @@ class State:
         self.threads: set[int] = set()
         self.parts = all_parts(module)
         self.training = [part for part in self.parts if part.training]
-        self.own = [part for part in self.training if has_own_train(part)]
+        self.own_eval = [part for part in self.training if has_own_eval(part)]
         self.weights = weights_of(self.parts)
-        self.weight_versions = versions(self.weights)
+        self.weight_marks = marks(self.weights)
         self.held = [dict(part._buffers) for part in self.parts]
         self.attributes = [part.__dict__.copy() for part in self.parts]
-        self.buffers = [buffer for held in self.held for buffer in held.values() if buffer is not None]
-        self.buffer_versions = versions(self.buffers)
-        known = BUFFER_COPIES.get(module)
-        if known is None or known[1] != self.buffer_versions or not all(map(is_, known[0], self.buffers)):
-            known = self.buffers, self.buffer_versions, [buffer.detach().clone() for buffer in self.buffers]
-        self.copies = known
-        self.norms = norms(module) if module not in CHECKED else None
+        buffers = [buffer for held in self.held for buffer in held.values() if buffer is not None]
+        self.buffers = [(buffer, version(buffer), buffer.detach().clone()) for buffer in buffers]
+        # PyTorch does not count what is written to the `.data` of a tensor: norms show it, once for each network.
+        self.norms = norms(module) if self.own_eval or module not in CHECKED else {}
         self.hook: Any = None
 
     def switch(self) -> None:
         """Puts the module into eval mode."""
-        if self.own:
-            self._switch_and_compare()
-        elif self.training:
-            self.module.eval()
-        if self.training and not isinstance(self.module, torch.jit.ScriptModule):
-            self.hook = self.module.register_forward_pre_hook(refuse_other_threads)
-
-    @torch.no_grad()
-    def _switch_and_compare(self) -> None:
-        """Calls an `eval` that is the module's own, and refuses one that writes to weights (to merge adapters, say)."""
-        before = [(name, tensor, tensor.clone()) for name, tensor in plain_tensors(self.module)]
-        written: list[str] = []
-        done = False
+        if not self.training:
+            return
         try:
             self.module.eval()
-            written = [name for name, tensor, copy in before if not same_bits(tensor, copy)]
-            done = not written and not self.changes()
-        finally:
-            if not done:
-                self._set_flags()
-                for part, weights in zip(self.parts, self.attributes, strict=True):
-                    part.__dict__.update({name: value for name, value in weights.items() if name != "training"})
-                for _, tensor, copy in before:
-                    tensor.data.copy_(copy)
-        if not done:
-            raise PosthocError(
-                "Expected a network whose weights stay as they are in eval mode, found that its eval() changes "
-                f"{listed(written)}. Call model.eval() before you hand the network over, and leave it so."
-            )
-
-    def check_first_batch(self) -> None:
-        """Refuses a network that changed the values of its weights, also where PyTorch does not count it (`.data`)."""
-        before, self.norms = self.norms or {}, None
-        after = norms(self.module)
-        # A buffer whose change was counted is restored.
-        written = [name for name in before if name in after and after[name][:2] == before[name][:2]]
-        if changes := self.changes():
-            raise changed(changes)
-        if written := [name for name in written if not same_number(before[name][2], after[name][2])]:
-            raise changed(f"new values of {listed(written)}")
-        CHECKED.add(self.module)
+            changes = (self.changes() or self.new_values()) if self.own_eval else ""
+        except BaseException:
+            self.set_flags()
+            raise
+        if changes:
+            self.set_flags()
+            raise PosthocError(CHANGED_BY_EVAL.format(changes))
+        if not isinstance(self.module, torch.jit.ScriptModule):
+            self.hook = self.module.register_forward_pre_hook(refuse_other_threads)
 
     def changes(self) -> str:
-        """What changed in the module that no eval mode, forward pass or buffer explains; empty if nothing did."""
+        """What changed in the module that no forward pass in eval mode explains; empty if nothing did."""
         found = weights_of(self.parts)
-        same = len(found) == len(self.weights) and all(map(is_, found, self.weights))
-        if not same or versions(found) != self.weight_versions:
-            before = dict(zip(map(id, self.weights), self.weight_versions, strict=True))
+        if (
+            len(found) != len(self.weights)
+            or not all(map(is_, found, self.weights))
+            or marks(found) != self.weight_marks
+        ):
+            before = dict(zip(map(id, self.weights), self.weight_marks, strict=True))
             named = self.module.named_parameters()
-            names = [name for name, weight in named if before.get(id(weight)) != versions([weight])[0]]
-            return f"changed weights ({listed(names)})" if names else "weights missing"
+            return f"changed weights ({listed([n for n, p in named if before.get(id(p)) != marks([p])[0]])})"
         return "it in training mode" if self.module.training else ""
+
+    def new_values(self) -> str:
+        """The weights and buffers whose values changed though PyTorch counts no write to them."""
+        after = norms(self.module)
+        same = [name for name, (mark, _) in self.norms.items() if name in after and after[name][0] == mark]
+        written = [name for name in same if after[name] != self.norms[name]]
+        return f"new values of {listed(written)}" if written else ""
 
     @torch.no_grad()
     def restore(self, *, changed: bool) -> None:
@@ -189,24 +171,22 @@ class State:
         if self.hook is not None:
             self.hook.remove()
         if not (changed and self.module.training):
-            self._set_flags()
+            self.set_flags()
         if changed:
             return
         for part, held, attributes in zip(self.parts, self.held, self.attributes, strict=True):
             now = part._buffers
             if len(now) != len(held) or (held and not all(map(is_, now.values(), held.values()))):
                 restore_buffers(part, held, attributes)
-        if versions(self.buffers) == self.buffer_versions:
-            BUFFER_COPIES[self.module] = self.copies
-            return
-        for buffer, (count, _), copy in zip(*self.copies, strict=True):
+        for buffer, count, copy in self.buffers:
             if version(buffer) != count:
                 buffer.copy_(copy)
 
-    def _set_flags(self) -> None:
-        for part in self.own:
+    def set_flags(self) -> None:
+        """Sets the training flags to what they were, those that changed: setting attributes of modules is slow."""
+        for part in self.own_eval:
             part.train()
-        for part in self.parts:  # a flag is set only where it changed: setting attributes of modules is slow
+        for part in self.parts:
             if part.training:
                 part.training = False
         for part in self.training:
@@ -217,14 +197,7 @@ def refuse_other_threads(module: nn.Module, args: Any) -> None:
     """A hook on networks that `evaluating` took out of training mode; in a copy of the network it does nothing."""
     state = RUNNING.get(module)
     if state is not None and threading.get_ident() not in state.threads:
-        raise PosthocError(
-            "Expected a network in training mode, found that another thread predicts with it and has it in eval "
-            "mode. Predict with a copy (copy.deepcopy(model)), or train and predict one after the other."
-        )
-
-
-def changed(changes: str) -> PosthocError:
-    return PosthocError(f"Expected a network that stays as it is while posthoc runs it, found {changes}. {WHAT_TO_DO}")
+        raise PosthocError(TRAINED_MEANWHILE)
 
 
 def all_parts(module: nn.Module) -> list[nn.Module]:
@@ -243,7 +216,7 @@ def weights_of(parts: list[nn.Module]) -> list[Tensor]:
     return [weight for part in parts for weight in part._parameters.values() if weight is not None]
 
 
-def versions(tensors: list[Tensor]) -> list[tuple[int, bool]]:
+def marks(tensors: list[Tensor]) -> list[tuple[int, bool]]:
     """Numbers of writes to tensors, and whether they need gradients: the same if nobody changed the tensors."""
     try:
         return [(tensor._version, tensor.requires_grad) for tensor in tensors]
@@ -256,43 +229,23 @@ def version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def plain_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Weights and buffers whose values can be read, by name; quantised, sparse and meta tensors are left out."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return [
-        (name, tensor.detach())
-        for name, tensor in tensors
-        if type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout == torch.strided
-        and not tensor.is_quantized
-        and tensor.device.type != "meta"
-    ]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-
-
-def norms(module: nn.Module) -> dict[str, tuple[int, int, float]]:
-    """The identities, versions and norms of weights and buffers by name."""
-    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {
-        name: (id(named[name]), version(named[name]), float(torch.linalg.vector_norm(tensor.double())))
-        for name, tensor in plain_tensors(module)
-        if not tensor.is_complex()
-    }
-
-
-def same_number(a: float, b: float) -> bool:
-    return a == b or (math.isnan(a) and math.isnan(b))
+def norms(module: nn.Module) -> dict[str, tuple[tuple[int, int], str]]:
+    """Identity and version of the weights and buffers that have plain values, by name, and their norms as text."""
+    found = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        plain = tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.is_floating_point()
+        if plain and type(tensor) in (Tensor, nn.Parameter):
+            norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
+            found[name] = ((id(tensor), version(tensor)), str(float(norm)))
+    return found
 
 
 def listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "some attributes"
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def has_own_train(part: nn.Module) -> bool:
-    """Whether `train` or `eval` may do more than set flags."""
+def has_own_eval(part: nn.Module) -> bool:
+    """Whether `eval` may do more than set flags."""
     kind, own = type(part), {"train", "eval"} & part.__dict__.keys()
     return kind.train is not nn.Module.train or kind.eval is not nn.Module.eval or bool(own)
 
@@ -397,8 +350,9 @@ class Backbone:
     def _weight(self) -> Tensor | None:
         return next(self.module.parameters(), None) if self.module is not None else None
 
-    def _layers(self) -> list[str]:
-        return [name for name, _ in self.module.named_modules() if name] if self.module is not None else []
+    def _layers(self) -> str:
+        names = [name for name, _ in self.module.named_modules() if name] if self.module is not None else []
+        return ", ".join(names[:30]) + (f" and {len(names) - 30} more" if len(names) > 30 else "")
 
     def _find(self, layer: str | None) -> tuple[str | None, bool]:
         if self.module is None:
@@ -411,13 +365,9 @@ class Backbone:
         if layer is None:
             linear = [name for name, part in self.module.named_modules() if name and isinstance(part, nn.Linear)]
             return (linear[-1], True) if linear else (None, False)
-        if layer not in self._layers():
-            raise LayerError(f"Expected the name of a layer, got {layer!r}. The layers are: {self._layer_names()}.")
+        if layer not in dict(self.module.named_modules()) or not layer:
+            raise LayerError(f"Expected the name of a layer, got {layer!r}. The layers are: {self._layers()}.")
         return layer, False
-
-    def _layer_names(self) -> str:
-        names = self._layers()
-        return ", ".join(names[:30]) + (f" and {len(names) - 30} more" if len(names) > 30 else "")
 
     def place(self, raw: Any) -> Batch:
         """A batch where the network is; its target stays where it was."""
@@ -454,12 +404,12 @@ class Backbone:
         if captured is None:
             raise LayerError(
                 f"Layer {self.layer!r} was not used when the model ran. Name one that is, with layer=...; "
-                f"the layers are: {self._layer_names()}."
+                f"the layers are: {self._layers()}."
             )
         if captured.ndim < 2 or len(captured) != rows:
             raise LayerError(
                 f"Expected features of shape ({rows}, ...) from layer {self.layer!r}, got {tuple(captured.shape)}: "
-                "name a layer that keeps one row a point, with layer=..."
+                "name a layer that keeps one row a point with layer=... (a single point must be a batch of one, x[None])"
             )
         return captured.flatten(1)
 
