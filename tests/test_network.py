@@ -646,7 +646,7 @@ def test_single_points_and_lists_of_numbers_are_met_with_advice() -> None:
     with pytest.raises(ValueError, match="expected 2D or 3D input") as caught:
         method.predict(inputs()[0])
     assert f"of shape ({WIDTH},); a single point must be a batch of one, x[None]" in caught.value.__notes__[0]
-    with pytest.raises(LayerError, match=r"a single point must be a batch of one, x\[None\]"):
+    with pytest.raises(LayerError, match=r"a single point is a batch of one, x\[None\]"):
         FMGP(mlp(3), "classification", **QUICK).fit((inputs(), labels())).predict(inputs()[0])
     with pytest.raises(DataError, match=r"got a list of numbers.*np\.asarray\(data, dtype=np\.float32\)"):
         method.predict(inputs().tolist())

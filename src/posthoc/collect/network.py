@@ -409,7 +409,7 @@ class Backbone:
         if captured.ndim < 2 or len(captured) != rows:
             raise LayerError(
                 f"Expected features of shape ({rows}, ...) from layer {self.layer!r}, got {tuple(captured.shape)}: "
-                "name a layer that keeps one row a point with layer=... (a single point must be a batch of one, x[None])"
+                "name a layer that keeps one row a point with layer=... (a single point is a batch of one, x[None])"
             )
         return captured.flatten(1)
 
