@@ -1,4 +1,4 @@
-"""Several processes that train as one: the numbers of one, the same bits in each, and no waiting for the dead."""
+"""Several processes that train together: the numbers of one, the same bits in each, and an end when one dies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -164,7 +163,7 @@ def test_ranks_agree_to_the_bit_and_with_one_process_to_a_millionth(case: str, c
 
 
 def start_a_little_elsewhere(rank: int, folder: Path) -> None:
-    """As on another kind of processor, which rounds otherwise."""
+    """As on another kind of processor, which rounds differently."""
     if rank:
         units = points.location_and_scale
         points.location_and_scale = lambda block: (units(block)[0] + 1e-9, units(block)[1])
@@ -212,7 +211,7 @@ def test_fewer_rows_than_processes_are_refused(tmp_path: Path) -> None:
 
 
 class FailAt:
-    """One rank dies, or raises, in the middle; each of the others notes how long it then took to stop."""
+    """One rank dies, or raises, in the middle."""
 
     def __init__(self, which: int, step: int, how: Callable[[], None]) -> None:
         self.which, self.step, self.how = which, step, how
@@ -222,15 +221,11 @@ class FailAt:
 
         def failing(*args: Any) -> Any:
             if rank == self.which and next(taken, None) is None:
-                (folder / "failed").write_text(str(time.monotonic()))
                 self.how()
             return step(*args)
 
         PlainSteps.step = failing  # type: ignore[method-assign, assignment]
-        try:
-            fit("classes")
-        finally:
-            (folder / f"{rank}.stopped").write_text(str(time.monotonic()))
+        fit("classes")
 
 
 def raise_an_error() -> None:
@@ -238,9 +233,8 @@ def raise_an_error() -> None:
 
 
 @pytest.mark.parametrize(("which", "how"), [(0, die), (1, die), (2, raise_an_error)])
-def test_the_others_stop_in_seconds_when_one_fails(which: int, how: Callable[[], None], tmp_path: Path) -> None:
+def test_the_others_stop_when_one_fails(which: int, how: Callable[[], None], tmp_path: Path) -> None:
     codes = together(FailAt(which, 20, how), 3, tmp_path)
-    failed = float((tmp_path / "failed").read_text())
     for rank, (code, said) in enumerate(zip(codes, errors(3, tmp_path), strict=True)):
         if rank == which:
             assert (code, said) == ((-signal.SIGKILL, "") if how is die else (1, "PosthocError: my own mistake"))
@@ -248,7 +242,6 @@ def test_the_others_stop_in_seconds_when_one_fails(which: int, how: Callable[[],
         assert code == 1
         assert said.startswith("TrainingError: Lost touch with another process of this run (")
         assert "--checkpoint and --resume" in said
-        assert float((tmp_path / f"{rank}.stopped").read_text()) - failed < 20.0
 
 
 def spoil_the_loss_of_one(rank: int, folder: Path) -> None:
@@ -298,7 +291,9 @@ def test_a_checkpoint_that_not_all_can_read_is_refused(tmp_path: Path) -> None:
 # The command.
 
 
-def test_torchrun_writes_the_head_of_one_process_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_writes_the_head_and_the_report_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data, out, alone = (tmp_path / name for name in ("data.npz", "two.safetensors", "one.safetensors"))
     save_outputs(classes(150), data)
     settings = {"steps": 30, "num_inducing": 6, "batch_size": 25, "progress": "true"}
@@ -309,9 +304,7 @@ def test_torchrun_writes_the_head_of_one_process_and_one_line(tmp_path: Path, mo
         [sys.executable, *launcher, *command, str(out)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("fitted fmgp on 150 rows (3 outputs, 6 features, 3 inputs) in ")
+    assert done.stdout.count("fitted fmgp on 150 rows (3 outputs, 6 features, 3 inputs) in ") == 1
     assert done.stderr.count("30/30") == 1
     assert run_command(monkeypatch, *command, alone) == 0
     require_close(FMGP.load(out), FMGP.load(alone))

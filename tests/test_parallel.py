@@ -35,7 +35,7 @@ def test_results_come_in_the_order_of_their_tasks() -> None:
     def task(i: int) -> int:
         seen.add(threading.get_ident())
         if i == 0:
-            first.wait(10.0)  # the first to begin is the last to end
+            first.wait(60.0)  # the first to begin is the last to end
         if i == 4:
             first.set()
         return i
@@ -57,7 +57,7 @@ def test_each_task_has_one_pytorch_thread_and_the_caller_gets_its_own_back() -> 
     meet = threading.Barrier(2)  # so that both threads have one of the tasks
 
     def task() -> list[int]:
-        meet.wait(10.0)
+        meet.wait(60.0)
         before = torch.get_num_threads()
         with single_thread():
             return [before, torch.get_num_threads()]
@@ -86,11 +86,11 @@ def test_an_error_ends_the_other_tasks_and_is_raised(which: int) -> None:
     later: list[int] = []
 
     def fail() -> None:
-        meet.wait(10.0)
+        meet.wait(60.0)
         raise TrainingError("my own mistake")
 
     def other() -> None:
-        meet.wait(10.0)
+        meet.wait(60.0)
         until_cancelled()
 
     tasks = [fail, other] if which == 0 else [other, fail]

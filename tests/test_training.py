@@ -332,7 +332,6 @@ def test_fit_that_diverges_raises_and_leaves_the_method_unfitted() -> None:
     with pytest.raises(TrainingError, match="Lower the learning rate"):
         method.fit(recorded(mlp(), inputs(120), values(120)))
     assert not method.fitted
-    assert method.head is None
     assert method.history == History()
     with pytest.raises(NotFittedError):
         method.predict(inputs())
@@ -360,14 +359,6 @@ def test_nothing_is_printed_where_stderr_is_not_a_terminal(capfd: pytest.Capture
     assert capfd.readouterr() == ("", "")
 
 
-def test_progress_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    loss = fitted(steps=40, progress=True).history.losses[-1]
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "40/40" in printed.err
-    assert f"loss {loss:.4f}" in printed.err
-
-
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.setenv("TERM", "xterm")
@@ -375,21 +366,20 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return Terminal()
 
 
-def test_progress_is_shown_on_a_terminal(terminal: Terminal) -> None:
+def test_progress_is_shown_on_a_terminal_and_changes_no_number(terminal: Terminal) -> None:
     with redirect_stderr(terminal):
-        loss = fitted(steps=40).history.losses[-1]
-    assert f"loss {loss:.4f}" in terminal.getvalue()
+        silent = fitted(steps=40, progress=False)
+        assert terminal.getvalue() == ""
+        shown = fitted(steps=40)
+    assert "40/40" in terminal.getvalue()
+    assert f"loss {shown.history.losses[-1]:.4f}" in terminal.getvalue()
+    assert same(numbers(shown), numbers(silent))
 
 
-def test_progress_is_not_shown_when_refused(terminal: Terminal) -> None:
-    with redirect_stderr(terminal):
-        fitted(steps=40, progress=False)
-    assert terminal.getvalue() == ""
-
-
-def test_progress_does_not_change_the_numbers(terminal: Terminal) -> None:
-    with redirect_stderr(terminal):
-        assert same(numbers(fitted(progress=True)), numbers(fitted(progress=False)))
+def test_a_history_has_a_short_repr() -> None:
+    assert repr(fitted(steps=40).history).startswith("History(40 steps, last loss ")
+    assert repr(climb([3.0, 2.0, 2.5], steps=2, eval_every=1)[1]).endswith("best of 3 scores 2 at step 1)")
+    assert repr(History()) == "History(0 steps)"
 
 
 def test_defaults_leave_room_to_stop_early() -> None:

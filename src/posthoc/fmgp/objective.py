@@ -1,4 +1,4 @@
-"""What FMGP minimises: the Black-Box alpha energy with its KL, per data point (paper, section 3.5)."""
+"""The objective of FMGP: the Black-Box alpha energy with its KL, for one data point (paper, section 3.5)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Objective", "TrainingBatch"]
 
 
 class TrainingBatch(NamedTuple):
-    """Some points as the objective sees them: kernel coordinates, and mean and target in training units."""
+    """Some points: kernel coordinates, and mean and target in the units of training."""
 
     points: Points
     mean: Tensor
     target: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TrainingBatch:
-        """The same with every tensor changed."""
+        """The batch with `change` applied to each tensor."""
         points = {space: change(block) for space, block in self.points.items()}
         return TrainingBatch(points, change(self.mean), change(self.target))
 
@@ -33,8 +33,14 @@ class TrainingBatch(NamedTuple):
 class Objective:
     """-(1/|B|) Σ_b energy_b + (copies · KL + prior · KL_B) / N: the mini-batch estimate of the loss of one data point.
 
-    `kl_copies` is the number of independent copies the KL counts: that of the outputs when they share one variance.
-    `prior` is how much it counts that B differs from the identity.
+    Args:
+        process: gives the latent Gaussian and the KL.
+        likelihood: gives the energy.
+        alpha: the divergence, from 0 (the ELBO) to 1.
+        num_data: N.
+        kl_copies: how often the KL counts: once, or for each output where outputs share one variance.
+        prior: the weight of KL_B, which holds B near the identity.
+        generator: what the energy draws from, if it does.
     """
 
     process: Process

@@ -17,12 +17,23 @@ from posthoc.predictive.latent import Latent
 __all__ = ["CoupledLatent", "LowRankLatent", "OutputCovariance", "SeparableLatent"]
 
 SMALLEST = 1e-300
-"""The least diagonal of B's factor, squared, whose logarithm is taken."""
+"""Lower bound of the squared diagonal of F, whose logarithm is taken."""
 
 
 class OutputCovariance(nn.Module):
-    """B, the covariance among the outputs: a full Cholesky factor for few (`rank=None`), low rank + diagonal for many.
-    It starts at the identity (near it, where the rank is low: a factor of zero would never move)."""
+    """B (C, C), the covariance among the outputs: B = F Fᵀ, or B = F Fᵀ + diag(D) of low rank for many outputs.
+
+    It starts at the identity, or near it where the rank is low: a factor of zero would have no gradient.
+
+    Args:
+        num_outputs: C.
+        rank: the number of columns of F; None makes F a Cholesky factor.
+        generator: draws the initial F of low rank.
+
+    Example:
+        >>> OutputCovariance(2).matrix().tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+    """
 
     def __init__(self, num_outputs: int, rank: int | None = None, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -56,7 +67,7 @@ class OutputCovariance(nn.Module):
         self,
         which: Tensor,  # (M,)
     ) -> Tensor:  # (M, M)
-        """B between some outputs, any of which may be among them more than once."""
+        """B between some outputs, which may be repeated."""
         factor, diagonal = self.parts()
         rows = factor[which]
         between = rows @ rows.mT
@@ -87,7 +98,7 @@ class OutputCovariance(nn.Module):
         return product if diagonal is None else product + torch.diag(diagonal)
 
     def divergence(self) -> Tensor:  # ()
-        """KL(N(0, B) | N(0, I)) = ½ (tr B - log|B| - C): how far B is from leaving the outputs alone."""
+        """KL(N(0, B) | N(0, I)) = ½ (tr B - log|B| - C)."""
         factor, own = self.parts()
         if own is None:
             log_det = factor.diagonal().square().clamp_min(SMALLEST).log().sum()

@@ -20,6 +20,14 @@ class Process(nn.Module):
     Without a `coupling` the outputs are independent copies of one process (V = v(x) I); `separable`, mixtures of such
     copies (V = v(x) B). With a coupling that is not separable the kernel is B_cc' k(x, x') and each inducing point
     belongs to one output, `z_class`.
+
+    Args:
+        kernel: the kernel of one output.
+        inducing: the initial inducing points and the output that each belongs to.
+        num_outputs: C.
+        coupling: B, or None.
+        start: L starts at this number times the identity.
+        separable: whether V(x) = v(x) B.
     """
 
     def __init__(
