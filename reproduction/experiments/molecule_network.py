@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 from torch_geometric import nn as geometric
 
 from posthoc.collect.outputs import Outputs
-from posthoc.errors import DataError, OptionError, TrainingError
+from posthoc.errors import DataError, TrainingError
 from posthoc.validation import integer, known_device
 from reproduction.data.molecules import ELEMENTS, Molecules
 
@@ -117,8 +117,7 @@ def train_network(
     *,
     seed: int,
     device: str | torch.device = "cpu",
-    steps: int | None = None,
-    seconds: float | None = None,
+    steps: int,
     batch: int = 256,
     learning_rate: float = 2e-3,
     width: int = 128,
@@ -127,21 +126,20 @@ def train_network(
 ) -> MoleculeNetwork:
     """Trains the network by Adam on squared errors with a cosine schedule.
 
-    With `steps`, the seed determines the result; on a GPU only up to rounding, since the order of sums is not fixed.
+    The seed determines the result; on a GPU only up to rounding, since the order of sums is not fixed.
 
     Args:
         molecules: The training molecules.
         seed: Seeds the weights and the batches.
         device: Where the network is trained.
-        steps: The length of the training; either this or `seconds`.
-        seconds: The length of the training in time.
+        steps: The number of steps.
         batch: Molecules in a batch.
         learning_rate: The highest learning rate.
         width: See `MoleculeNetwork`.
         layers: See `MoleculeNetwork`.
         log: Is called with lines about the progress.
     """
-    length = training_length(steps, seconds)
+    integer("steps", steps, 1)
     integer("batch", batch, 1)
     on = known_device(device) or torch.device("cpu")
     with torch.random.fork_rng(devices=[]):
@@ -150,39 +148,23 @@ def train_network(
     scale = scale_last_layer(network, molecules.targets)
     network.to(on).train()
     data, optimizer = molecules.to(on), torch.optim.Adam(network.parameters(), learning_rate, fused=on.type == "cuda")
-    begin, reported = time.perf_counter(), 0
     errors: list[Tensor] = []  # since the last report
-    for step, rows in enumerate(batches(len(molecules), batch, seed)):
-        elapsed = time.perf_counter() - begin
-        share = (step if steps is not None else elapsed) / length
-        if step and share * REPORTS >= reported + 1:
-            reported, error = int(share * REPORTS), float(torch.stack(errors).mean()) * scale
-            if not math.isfinite(error):
-                raise TrainingError(f"Expected finite errors, found {error} before step {step}: lower learning_rate.")
-            log(f"step {step}, {elapsed:.0f} s: mean absolute error {error:.4f} in training")
-            errors.clear()
-            if share >= 1:
-                break
+    for step, rows in enumerate(islice(batches(len(molecules), batch, seed), steps), 1):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * schedule(share)
+            group["lr"] = learning_rate * schedule((step - 1) / steps)
         chosen = data[rows.to(on)]
         residuals = (network(chosen).squeeze(1) - chosen.targets) / scale
         optimizer.zero_grad()
         residuals.square().mean().backward()
         optimizer.step()
         errors.append(residuals.detach().abs().mean())
+        if step * REPORTS // steps > (step - 1) * REPORTS // steps:
+            error = float(torch.stack(errors).mean()) * scale
+            if not math.isfinite(error):
+                raise TrainingError(f"Expected finite errors, found {error} at step {step}: lower learning_rate.")
+            log(f"step {step}: mean absolute error {error:.4f} in training")
+            errors.clear()
     return network.eval()
-
-
-def training_length(steps: int | None, seconds: float | None) -> float:
-    """The length of a training in steps or in seconds."""
-    if steps is not None and seconds is None:
-        return integer("steps", steps, 1)
-    if steps is None and seconds is not None and 0 < seconds < math.inf:
-        return seconds
-    raise OptionError(
-        f"Expected either steps or a positive number of seconds, got steps={steps} and seconds={seconds}."
-    )
 
 
 def scale_last_layer(network: MoleculeNetwork, targets: Tensor) -> float:

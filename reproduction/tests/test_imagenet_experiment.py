@@ -165,12 +165,6 @@ def test_a_quick_run_looks_at_images_from_all_over(torchvision, data, tmp_path, 
     assert len(whole.outputs("val").outputs) == 30
 
 
-def test_larger_networks_are_not_drawn_from(torchvision, data, tmp_path):
-    experiment = experiment_named("imagenet")
-    assert "mfvi" in experiment.methods_of("resnet18")
-    assert all("mfvi" not in experiment.methods_of(case) for case in experiment.cases if case != "resnet18")
-
-
 def test_without_training_images_the_others_are_made(torchvision, data, tmp_path):
     (data / "imagenet" / "train").rename(data / "imagenet" / "elsewhere")
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""The network for molecules: what must not change what it says, and how it learns."""
+"""The network for molecules: invariances and training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from reproduction.experiments.molecule_network import (
 
 
 def some(count: int, seed: int = 0) -> Molecules:
-    """Atoms in space, about as far apart as those of molecules; the target is |Σ Z r| about their centre."""
+    """Atoms in space, about as far apart as those of molecules; the target is |Σ Z r| about their center."""
     g = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 7, (count,), generator=g)
     atoms = int(sizes.sum())
@@ -45,18 +45,18 @@ def precisely(molecules: Molecules, positions: torch.Tensor | None = None) -> Mo
     return replace(molecules, positions=(molecules.positions if positions is None else positions).double())
 
 
-def test_everyone_is_joined_to_all_others_of_a_molecule():
+def test_complete_graphs():
     sizes = [3, 1, 2, 5, 1]
     expected, first = [], 0
     for size in sizes:
         atoms = range(first, first + size)
-        expected += [(teller, told) for told in atoms for teller in atoms if teller != told]
+        expected += [(source, target) for target in atoms for source in atoms if source != target]
         first += size
     assert [tuple(edge) for edge in complete_graphs(torch.tensor(sizes)).T.tolist()] == expected
     assert complete_graphs(torch.tensor([1, 1])).shape == (2, 0)
 
 
-def test_what_it_says_is_of_the_molecule_alone(network):
+def test_molecules_of_a_batch_are_independent(network):
     batch = precisely(some(12))
     together = network.features(batch)
     assert together.shape == (12, EMBEDDING)
@@ -67,7 +67,7 @@ def test_what_it_says_is_of_the_molecule_alone(network):
     assert float(together.detach().std(0).min()) > 0  # molecules differ in all of it
 
 
-def test_atoms_have_no_order(network):
+def test_the_order_of_atoms_does_not_matter(network):
     batch = some(9)
     one = precisely(batch[int(batch.sizes.argmax())])
     order = torch.randperm(len(one.kinds), generator=torch.Generator().manual_seed(1))
@@ -77,7 +77,7 @@ def test_atoms_have_no_order(network):
     assert not torch.allclose(network(swapped), network(one))  # which element is where does matter
 
 
-def test_space_has_no_place_and_no_direction(network):
+def test_rotations_and_translations_do_not_matter(network):
     batch = precisely(some(10))
     turn = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))).Q
     moved = precisely(batch, batch.positions @ turn + torch.tensor([3.0, -20.0, 7.0]))
@@ -86,7 +86,7 @@ def test_space_has_no_place_and_no_direction(network):
     assert not torch.allclose(network(stretched), network(batch))
 
 
-def test_lengths_of_charges_times_positions(network):
+def test_dipoles_are_norms_of_charges_times_positions(network):
     batch = precisely(some(6))
     charges = torch.randn(len(batch.kinds), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     owners = torch.arange(6).repeat_interleave(batch.sizes)
@@ -95,49 +95,49 @@ def test_lengths_of_charges_times_positions(network):
     torch.testing.assert_close(network.dipoles(charges, batch, owners), expected, atol=2e-3, rtol=1e-4)
 
 
-def test_its_slopes_are_numbers_where_atoms_are_alone(network):
+def test_gradients_of_single_atoms_are_finite(network):
     batch = precisely(some(3)[[0, 0]])
     single = Molecules("", "", batch.kinds[:2], batch.positions[:2], torch.tensor([1, 1]), batch.targets)
     network(single).sum().backward()
-    slopes = [p.grad for p in network.parameters() if p.grad is not None]
-    assert len(slopes) > 10
-    assert all(bool(slope.isfinite().all()) for slope in slopes)
+    gradients = [p.grad for p in network.parameters() if p.grad is not None]
+    assert len(gradients) > 10
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
-def test_what_methods_see_of_it(network):
+def test_embeddings(network):
     network.float()
     batch = some(11)
-    seen = embed(network, batch, batch=4)
-    assert seen.inputs is not None
-    assert seen.features is not None
-    assert seen.targets is not None
-    torch.testing.assert_close(seen.inputs, network.features(batch))
-    torch.testing.assert_close(seen.outputs, network(batch))
-    assert seen.targets.tolist() == batch.targets[:, None].tolist()
-    assert seen.features.shape == (11, HIDDEN)
-    assert float(seen.features.min()) == 0  # after ReLU
+    outputs = embed(network, batch, batch=4)
+    assert outputs.inputs is not None
+    assert outputs.features is not None
+    assert outputs.targets is not None
+    torch.testing.assert_close(outputs.inputs, network.features(batch))
+    torch.testing.assert_close(outputs.outputs, network(batch))
+    assert outputs.targets.tolist() == batch.targets[:, None].tolist()
+    assert outputs.features.shape == (11, HIDDEN)
+    assert float(outputs.features.min()) == 0  # after ReLU
     head = head_of(network)
-    torch.testing.assert_close(head(seen.inputs), seen.outputs)
-    torch.testing.assert_close(head[-1](seen.features), seen.outputs)
+    torch.testing.assert_close(head(outputs.inputs), outputs.outputs)
+    torch.testing.assert_close(head[-1](outputs.features), outputs.outputs)
     with torch.no_grad():
         head[0].weight.zero_()
-    assert not torch.equal(head(seen.inputs), network(batch))  # a copy
+    assert not torch.equal(head(outputs.inputs), network(batch))  # a copy
 
 
 def test_it_learns(network):
-    told = []
+    lines = []
     data, new = some(400), some(200, seed=1)
-    learnt = train_network(data, seed=0, steps=80, batch=40, width=16, layers=1, learning_rate=5e-3, log=told.append)
-    assert not learnt.training
-    assert len(told) == 10
-    assert told[-1].startswith("step 80,")
-    seen = embed(learnt, new)
-    error = (seen.outputs - seen.targets).abs().mean()
+    learned = train_network(data, seed=0, steps=80, batch=40, width=16, layers=1, learning_rate=5e-3, log=lines.append)
+    assert not learned.training
+    assert len(lines) == 10
+    assert lines[-1].startswith("step 80:")
+    outputs = embed(learned, new)
+    error = (outputs.outputs - outputs.targets).abs().mean()
     assert error < 0.4 * (new.targets - data.targets.mean()).abs().mean()  # in the targets' own units
-    assert float(told[-1].split("error ")[1].split()[0]) == pytest.approx(float(error), rel=0.4)
+    assert float(lines[-1].split("error ")[1].split()[0]) == pytest.approx(float(error), rel=0.4)
 
 
-def test_a_seed_is_one_network(network):
+def test_the_seed_determines_the_network(network):
     def trained(seed: int) -> MoleculeNetwork:
         torch.rand(seed + 1)  # what is drawn elsewhere does not matter
         return train_network(some(50), seed=seed, steps=4, batch=20, width=8, layers=1)
@@ -151,17 +151,7 @@ def test_a_seed_is_one_network(network):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_training_of_so_many_seconds(network):
-    told = []
-    train_network(some(20), seed=0, seconds=0.3, batch=64, width=8, layers=1, log=told.append)
-    assert 1 <= len(told) <= 11
-    assert ", 0 s: mean absolute error" in told[-1]
-    told.clear()
-    train_network(some(20), seed=0, seconds=1e-9, width=8, layers=1, log=told.append)
-    assert [line.split(",")[0] for line in told] == ["step 1"]
-
-
-def test_it_begins_in_the_units_of_the_targets(network):
+def test_the_last_layer_starts_in_the_units_of_the_targets(network):
     batch = precisely(some(8))
     targets = 500 + 10 * batch.targets
     before = network(batch) - network.head[-1].bias
@@ -170,7 +160,7 @@ def test_it_begins_in_the_units_of_the_targets(network):
     torch.testing.assert_close(network(batch), spread * before + float(targets.mean()), rtol=1e-5, atol=1e-5)
 
 
-def test_every_row_once_before_any_again():
+def test_batches_are_epochs():
     rows = molecule_network.batches(10, 4, seed=0)
     epochs = [torch.cat([next(rows), next(rows)]).tolist() for _ in range(3)]
     assert all(len(set(epoch)) == 8 for epoch in epochs)
@@ -190,21 +180,18 @@ def test_the_learning_rate_rises_and_falls():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({}, "either steps or a positive number of seconds, got steps=None"),
-        ({"steps": 3, "seconds": 1.0}, "either steps or"),
         ({"steps": 0}, "steps to be an integer of at least 1"),
-        ({"seconds": float("nan")}, "positive number of seconds, got steps=None and seconds=nan"),
         ({"steps": 3, "batch": 0}, "batch to be an integer"),
         ({"steps": 3, "layers": 0}, "layers to be an integer"),
         ({"steps": 3, "device": "abacus"}, "abacus"),
     ],
 )
-def test_options_that_cannot_be(network, wrong, words):
+def test_invalid_options(network, wrong, words):
     with pytest.raises(OptionError, match=words):
         train_network(some(5), seed=0, **wrong)
 
 
-def test_data_that_cannot_be_learnt(network):
+def test_data_that_cannot_be_fitted(network):
     flat = some(6)[[1, 1, 1]]
     with pytest.raises(DataError, match="targets that differ"):
         train_network(flat, seed=0, steps=1, width=8)

@@ -282,13 +282,6 @@ def test_parts_of_the_paper():
     assert [len(part) for part in some(1, 2, 3, 1).split(1, 2)] == [1, 2, 1]
 
 
-def test_a_seed_is_one_order():
-    whole = some(*range(1, 12))
-    once, again, other = (whole.shuffled(seed) for seed in (1, 1, 2))
-    assert apart(once) == apart(again) != apart(other)
-    assert sorted(apart(once), key=lambda molecule: molecule[2]) == apart(whole)
-
-
 def test_parts_that_do_not_fit():
     good = some(2, 3)
     with pytest.raises(DataError, match="add up to the 5 atoms, got 6"):
