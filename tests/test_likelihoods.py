@@ -9,7 +9,7 @@ import torch
 
 from posthoc import Categorical, Gaussian, OptionError
 from posthoc.likelihoods.gaussian import gaussian_energy
-from posthoc.predictive.latent import IndependentLatent
+from posthoc.predictive.latent import IndependentLatent, ZeroLatent
 from tests import oracles
 from tests.oracles import DenseLatent
 
@@ -219,3 +219,18 @@ def test_a_monte_carlo_prediction_does_not_depend_on_the_rows_beside_it():
     mu, latent = logits(6, 4), random_latent(6, 4)
     alone = likelihood.predictive(mu[2:3], DenseLatent(latent.covariance()[2:3]))
     torch.testing.assert_close(likelihood.predictive(mu, latent).probs[2:3], alone.probs)
+
+
+@pytest.mark.parametrize("likelihood", [Gaussian("per_output"), Categorical(temperature=1.7)])
+def test_the_curvature_is_the_hessian_of_the_negative_log_likelihood(likelihood):
+    g = torch.Generator().manual_seed(0)
+    outputs, targets = (torch.randn(4, 3, dtype=torch.float64, generator=g) for _ in range(2))
+    likelihood.initialize(outputs, targets)
+    likelihood.reset()
+    y = targets if likelihood.task == "regression" else targets.argmax(-1)
+
+    def loss(f, row):
+        return -likelihood.predictive(f[None], ZeroLatent(f[None])).log_prob(y[row : row + 1]).sum()
+
+    expected = [torch.autograd.functional.hessian(lambda f, r=row: loss(f, r), outputs[row]) for row in range(4)]
+    torch.testing.assert_close(likelihood.curvature(outputs), torch.stack(expected))

@@ -12,17 +12,7 @@ from torch import Tensor
 
 from posthoc.errors import DataError, OptionError
 
-__all__ = [
-    "as_numbers",
-    "as_rows",
-    "choice",
-    "class_labels",
-    "integer",
-    "known_device",
-    "number",
-    "regression_targets",
-    "require_finite",
-]
+__all__ = ["as_numbers", "as_rows", "choice", "class_labels", "integer", "known_device", "number", "regression_targets"]
 
 
 def regression_targets(y: Any, mean: Tensor) -> Tensor:

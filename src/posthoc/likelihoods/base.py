@@ -98,11 +98,6 @@ class Likelihood(nn.Module, ABC):
         """The metrics of the task: names of `posthoc.evaluate.scores.METRICS`, or functions (pred, y) -> (N,)."""
         return ("nll",)
 
-    @property
-    def default_score(self) -> str:
-        """The metric that ranks methods; smaller is better."""
-        return "nll"
-
     @abstractmethod
     def spec(self) -> dict[str, Any]:
         """The "type" under which the likelihood is registered, and the arguments of its constructor."""

@@ -19,18 +19,9 @@ from posthoc.display import html_table
 from posthoc.errors import OptionError, WrongTaskError
 from posthoc.numerics import rows_that_fit
 from posthoc.predictive.latent import correlate
-from posthoc.validation import as_rows, choice, number
+from posthoc.validation import as_rows, choice, integer, number
 
-__all__ = [
-    "LatentGaussian",
-    "Predictive",
-    "Rows",
-    "UncertaintyScore",
-    "apply_by_rows",
-    "number_of_draws",
-    "row_means",
-    "working_dtype",
-]
+__all__ = ["LatentGaussian", "Predictive", "Rows", "UncertaintyScore", "apply_by_rows", "row_means", "working_dtype"]
 
 SHOWN_COLUMNS = 6
 """The most columns that the HTML table of a notebook has for one quantity."""
@@ -131,7 +122,7 @@ class LatentGaussian(Rows):
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """Draws of the outputs, (n, N, ...). Draws of a method that has some are taken at random from those."""
-        n = number_of_draws(n)
+        n = integer("n, the number of draws,", n, 1)
         if self.draws is not None:
             chosen = torch.randint(self.draws.shape[1], (n,), device=self.draws.device, generator=generator)
             return self.draws[:, chosen].transpose(0, 1)
@@ -192,8 +183,8 @@ class Predictive(Rows, ABC):
             return by(self).double()
         scores = self.uncertainty_scores
         name = next(iter(scores)) if by is None else by
-        if name in SCORE_TASKS and name not in scores:
-            raise WrongTaskError(f"{name} is for {SCORE_TASKS[name]}; this is a {type(self).__name__}.")
+        if name in CLASS_SCORES and name not in scores:
+            raise WrongTaskError(f"{name} is for classification; this is a {type(self).__name__}.")
         choice("the uncertainty", name, tuple(scores))
         return scores[name](self).double()
 
@@ -253,11 +244,8 @@ class Predictive(Rows, ABC):
     def _repr_html_(self) -> str:
         shown: dict[str, list[Any]] = {}
         for name, values in self[:6].numpy().items():
-            if values.ndim == 1:
-                shown[name] = values.tolist()
-            elif not name.startswith("latent"):
-                flat = values.reshape(len(values), -1)[:, :SHOWN_COLUMNS]
-                shown |= {f"{name}[{i}]": column.tolist() for i, column in enumerate(flat.T)}
+            columns = values.reshape(len(values), -1).T[:SHOWN_COLUMNS].tolist()
+            shown |= {name if len(columns) == 1 else f"{name}[{i}]": column for i, column in enumerate(columns)}
         return html_table(repr(self), shown)
 
     def __getattr__(self, name: str) -> Any:
@@ -267,14 +255,8 @@ class Predictive(Rows, ABC):
 
 
 UncertaintyScore = Callable[[Any], Tensor]
-SCORE_TASKS = {
-    "entropy": "classification",
-    "least_confidence": "classification",
-    "mutual_information": "classification",
-    "variance": "regression and classification",
-    "std": "regression",
-}
-"""The tasks of the built-in scores, for the message of a score of another task."""
+CLASS_SCORES = ("entropy", "least_confidence", "mutual_information")
+"""The uncertainty scores that only classification has, for the message where another task is asked for one."""
 
 
 def apply_by_rows(function: Callable[..., Tensor], pred: Predictive, *more: Tensor) -> Tensor:
@@ -307,17 +289,6 @@ def rows_in_budget(budget: Any, rows: int) -> int:
 def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Standard normal draws in the working dtype of a tensor and on its device."""
     return torch.randn(shape, dtype=working_dtype(like), device=like.device, generator=generator)
-
-
-def number_of_draws(n: Any) -> int:
-    """A number of draws as an int of at least 1, or an error."""
-    try:
-        draws = index(n)
-    except TypeError:
-        draws = 0
-    if draws < 1:
-        raise OptionError(f"Expected at least one draw, a whole number of them, got n = {n!r}.")
-    return draws
 
 
 def as_array(values: Tensor) -> np.ndarray[Any, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posthoc.errors import OptionError, PosthocWarning
 from posthoc.numerics import rows_that_fit
-from posthoc.predictive.base import Predictive, UncertaintyScore, apply_by_rows, number_of_draws, row_means
+from posthoc.predictive.base import Predictive, UncertaintyScore, apply_by_rows, row_means
 from posthoc.validation import class_labels, integer
 
 __all__ = ["ClassificationPredictive"]
@@ -21,7 +21,6 @@ __all__ = ["ClassificationPredictive"]
 NO_VARIANCE = (
     "This method gives the logits no variance (it is temperature scaling, or a fit that chose temperature scaling)"
 )
-LATENT = "pred.latent.{} is that of the logits"
 
 
 def needs_variance(score: UncertaintyScore) -> UncertaintyScore:
@@ -71,14 +70,8 @@ class ClassificationPredictive(Predictive):
     }
     hints: ClassVar[Mapping[str, str]] = {
         "mean": "the network's output is pred.latent.mean, the class probabilities are pred.probs",
-        "variance": LATENT.format("variance"),
-        "std": LATENT.format("std"),
-        "covariance": LATENT.format("covariance"),
-        "latent_variance": LATENT.format("variance"),
-        "noise": "that is for regression",
-        "quantile": "that is for regression",
-        "interval": "that is for regression",
-        "cdf": "that is for regression",
+        **{name: f"that of the logits is pred.latent.{name}" for name in ("variance", "std", "covariance")},
+        **dict.fromkeys(("latent_variance", "noise", "quantile", "interval", "cdf"), "that is for regression"),
     }
 
     @property
@@ -160,7 +153,7 @@ class ClassificationPredictive(Predictive):
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """Draws of class labels, (n, N) of int64; draws of the logits are `pred.latent.sample`."""
-        n = number_of_draws(n)
+        n = integer("n, the number of draws,", n, 1)
         uniform = torch.rand((len(self), n), dtype=torch.float64, device=self.log_probs.device, generator=generator)
 
         def draw(part: ClassificationPredictive, uniform: Tensor) -> Tensor:
@@ -170,13 +163,11 @@ class ClassificationPredictive(Predictive):
         return apply_by_rows(draw, self, uniform).T
 
     def columns(self) -> dict[str, Tensor]:
-        """Class probabilities, labels, entropy, and the mean and variance of the logits."""
+        """Class probabilities, labels and entropy."""
         return {
             "probs": self.probs,
             "labels": self.labels,
             "entropy": self.entropy(),
-            "latent_mean": self.latent.mean,
-            "latent_variance": self.latent.variance,
         }
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -22,22 +22,12 @@ from torch import Tensor
 
 from posthoc.errors import DataError, FileError, OptionError, PosthocWarning, WrongTaskError
 from posthoc.io import changed, check_tensors, read_tensors, write_tensors
-from posthoc.predictive.base import LatentGaussian, Predictive, apply_by_rows, working_dtype
+from posthoc.predictive.base import LatentGaussian, Predictive, Rows, apply_by_rows, working_dtype
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.regression import RegressionPredictive
 from posthoc.validation import choice, class_labels, integer, regression_targets
 
-__all__ = [
-    "APS",
-    "LAC",
-    "Calibration",
-    "Conformal",
-    "ConformalIntervals",
-    "ConformalPredictive",
-    "ConformalSets",
-    "Residual",
-    "Score",
-]
+__all__ = ["APS", "LAC", "Conformal", "ConformalIntervals", "ConformalPredictive", "ConformalSets", "Residual", "Score"]
 
 FORMAT = "posthoc-conformal"
 
@@ -264,7 +254,7 @@ class Conformal:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ConformalPredictive(ABC):
+class ConformalPredictive(Rows, ABC):
     """Predictions for N points with guaranteed coverage; `pred[rows]` selects some of them.
 
     Args:
@@ -289,12 +279,6 @@ class ConformalPredictive(ABC):
 
     def __len__(self) -> int:
         return len(self.base)
-
-    def __getitem__(self, rows: Any) -> Self:
-        return type(self)(self.base[rows], self.calibration)
-
-    def __iter__(self) -> Iterator[Self]:
-        return (self[row] for row in range(len(self)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.base!r}, {self.calibration!r})"
@@ -373,10 +357,9 @@ def score_named(score: str | Score | None, task: str) -> Score:
         return score
     if task not in SCORES:
         raise WrongTaskError(f"Conformal prediction is for {' and '.join(SCORES)}, not for {task}.")
-    scores = SCORES[task]
-    name = next(iter(scores)) if score is None else score
-    choice("score", name, tuple(scores))
-    return scores[name]
+    name = next(iter(SCORES[task])) if score is None else score
+    choice("score", name, tuple(SCORES[task]))
+    return SCORES[task][name]
 
 
 def positive_std(pred: RegressionPredictive) -> Tensor:

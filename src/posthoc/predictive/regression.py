@@ -14,18 +14,15 @@ from posthoc.errors import OptionError
 from posthoc.predictive.base import (
     Predictive,
     UncertaintyScore,
-    number_of_draws,
     row_means,
     standard_normal,
     working_dtype,
 )
 from posthoc.predictive.latent import correlate
 from posthoc.predictive.residual_mixture import ResidualMixture
-from posthoc.validation import as_numbers, number, regression_targets
+from posthoc.validation import as_numbers, integer, number, regression_targets
 
 __all__ = ["RegressionPredictive"]
-
-CLASSES_ONLY = "that is for classification"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,14 +56,9 @@ class RegressionPredictive(Predictive):
         "std": lambda pred: row_means(pred.variance).sqrt(),
         "variance": lambda pred: row_means(pred.variance),
     }
-    hints: ClassVar[Mapping[str, str]] = {
-        "probs": CLASSES_ONLY,
-        "log_probs": CLASSES_ONLY,
-        "labels": CLASSES_ONLY,
-        "entropy": CLASSES_ONLY,
-        "mutual_information": CLASSES_ONLY,
-        "temperature": CLASSES_ONLY,
-    }
+    hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("probs", "log_probs", "labels", "entropy", "mutual_information", "temperature"), "that is for classification"
+    )
 
     @property
     def mean(self) -> Tensor:
@@ -141,7 +133,7 @@ class RegressionPredictive(Predictive):
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """Draws of new observations, (n, N, ...). If the covariance across outputs is there, draws have it, and follow
         each output's mixture only approximately."""
-        n = number_of_draws(n)
+        n = integer("n, the number of draws,", n, 1)
         shape = (n, *self.mean.shape)
         if self.latent.draws is not None:
             values = self.latent.sample(n, generator)
