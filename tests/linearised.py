@@ -1,4 +1,4 @@
-"""The linearised Laplace approximation by its definition: Jacobians by loops, all matrices dense."""
+"""The linearized Laplace approximation by its definition: Jacobians by loops, all matrices dense."""
 
 from __future__ import annotations
 
@@ -6,6 +6,23 @@ import copy
 
 import torch
 from torch import Tensor, nn
+
+from tests.cases import inputs, labels, mlp, values
+
+
+def case(task: str, n: int = 20) -> tuple[nn.Sequential, Tensor, Tensor, Tensor]:
+    """A network, its data, and other points."""
+    model = mlp(3 if task == "classification" else 2, dtype=torch.float64)
+    x = inputs(n, dtype=torch.float64)
+    y = labels(n) if task == "classification" else model(x).detach() + values(n, 2) * torch.tensor([0.1, 3.0])
+    return model, x, y, inputs(9, dtype=torch.float64, seed=9)
+
+
+def without_bias() -> nn.Sequential:
+    """A network whose last layer has no bias."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3, bias=False)).double()
 
 
 def jacobian(module: nn.Module, x: Tensor) -> Tensor:  # (N, C, P)
@@ -28,18 +45,16 @@ def hessians(logits: Tensor) -> Tensor:  # (N, C, C)
     return torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
 
 
-def covariance(j: Tensor, curvature: Tensor, at: Tensor, prior: float) -> Tensor:  # (N, C, C)
-    """J (Σ JᵀΛJ + I/σ₀²)⁻¹ Jᵀ at other points, given their Jacobians."""
+def covariance(j: Tensor, curvature: Tensor, at: Tensor, prior_precision: float) -> Tensor:  # (N, C, C)
+    """J (Σ JᵀΛJ + δI)⁻¹ Jᵀ at other points, given their Jacobians."""
     j, at = j.double(), at.double()
     precision = torch.einsum("ncp,ncd,ndq->pq", j, curvature.double(), j)
-    posterior = torch.linalg.inv(precision + torch.eye(len(precision), dtype=torch.float64) / prior)
+    posterior = torch.linalg.inv(precision + prior_precision * torch.eye(len(precision), dtype=torch.float64))
     return torch.einsum("ncp,pq,ndq->ncd", at, posterior, at)
 
 
-def last_only(module: nn.Module, last: nn.Module) -> nn.Module:
+def last_only(module: nn.Sequential) -> nn.Sequential:
     """A copy whose weights are frozen but for those of its last layer."""
     copied = copy.deepcopy(module).requires_grad_(False)
-    for (_, part), (_, other) in zip(module.named_modules(), copied.named_modules(), strict=True):
-        if part is last:
-            other.requires_grad_(True)
+    copied[-1].requires_grad_(True)
     return copied

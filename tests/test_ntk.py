@@ -1,17 +1,30 @@
-"""The neural tangent kernel against loops of backward passes."""
+"""The neural tangent kernel against loops of backward passes, and what the methods on it share."""
 
 from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from posthoc import Outputs
 from posthoc.collect.loaders import Batch
-from posthoc.errors import OptionError
+from posthoc.errors import DataError, FileError, LayerError, OptionError
 from posthoc.methods.ntk import ntk
-from posthoc.methods.ntk.ntk import Jacobian, LastLayerNTK, draw_pairs, gradients
-from tests.cases import Noisy, inputs, mlp
+from posthoc.methods.ntk.ella import ELLA
+from posthoc.methods.ntk.ntk import Jacobian, LastLayerNTK, gradients
+from posthoc.methods.ntk.valla import VaLLA
+from tests.cases import Noisy, inputs, mlp, recorded
+from tests.linearised import case
 from tests.linearised import jacobian as jacobian_of
+
+METHODS: dict[str, Any] = {
+    "ella": partial(ELLA, num_inducing=50),
+    "valla": partial(VaLLA, num_inducing=6, steps=20, batch_size=16),
+}
 
 
 class Stubborn(nn.Module):
@@ -94,34 +107,12 @@ def test_a_single_logit_is_that_of_the_second_class():
     assert (written[:, 0] == 0).all()
 
 
-def test_frozen_networks_are_refused():
-    with pytest.raises(OptionError, match="frozen"):
-        Jacobian(mlp().requires_grad_(False), "regression")
-
-
 def test_gradients_at_pairs():
     module, x = mlp(3).eval(), inputs(10)
-    jacobian = Jacobian(module, "regression")
     batches = [Batch((part,), {}, None) for part in x.split(4)]
-    pairs, points, outputs = draw_pairs(jacobian, iter(batches), 12, torch.Generator().manual_seed(0))
-    assert (len(pairs), points, outputs) == (12, 10, 3)
-    known = jacobian_of(module, x)
-    at = [int((x == pair.row.args[0]).all(1).nonzero()) for pair in pairs]
-    assert len({(row, pair.output) for row, pair in zip(at, pairs, strict=True)}) == 12
-    expected = torch.stack([known[row, pair.output] for row, pair in zip(at, pairs, strict=True)])
-    torch.testing.assert_close(gradients(jacobian, pairs, 3), expected)
-
-
-def test_pairs_are_drawn_evenly():
-    jacobian = Jacobian(mlp(2).eval(), "regression")
-    x = torch.arange(6.0)[:, None].expand(-1, 3)
-    seen = torch.zeros(6, 2)
-    for seed in range(300):
-        batches = (Batch((part,), {}, None) for part in x.split(4))
-        for pair in draw_pairs(jacobian, batches, 4, torch.Generator().manual_seed(seed))[0]:
-            seen[int(pair.row.args[0][0, 0]), pair.output] += 1
-    assert seen.sum() == 1200
-    assert (seen - 100).abs().max() < 40  # four standard deviations of a draw of 4 out of 12
+    pairs = torch.tensor([0, 4, 5, 11, 28, 29])
+    expected = jacobian_of(module, x).flatten(0, 1)[pairs]
+    torch.testing.assert_close(gradients(Jacobian(module, "regression"), batches, pairs, 3), expected)
 
 
 def test_rows_of_many_lengths_and_named_inputs():
@@ -144,18 +135,17 @@ def test_rows_of_many_lengths_and_named_inputs():
     for length in (3, 5):
         tokens = torch.randint(9, (2, length), generator=generator)
         batches.append(Batch((), {"tokens": tokens, "mask": torch.ones(2, length)}, None))
-    pairs, *_ = draw_pairs(jacobian, iter(batches), 8, generator)
-    found = gradients(jacobian, pairs, 2)
-    for pair, gradient in zip(pairs, found, strict=True):
-        said = module(**pair.row.kwargs)[0, pair.output]
-        parts = torch.autograd.grad(said, list(module.parameters()))
+    found = gradients(jacobian, batches, torch.arange(8), 2)
+    for at, gradient in enumerate(found):
+        batch = batches[at // 4].kwargs
+        output = module(**{name: block[at // 2 % 2, None] for name, block in batch.items()})[0, at % 2]
+        parts = torch.autograd.grad(output, list(module.parameters()))
         torch.testing.assert_close(gradient, torch.cat([part.reshape(-1) for part in parts]))
 
 
 def test_the_closed_form_is_the_kernel_of_a_networks_last_layer():
     module, x = mlp(3).double().eval(), inputs(6).double()
-    for part in (module[0],):
-        part.requires_grad_(False)
+    module[0].requires_grad_(False)
     j = jacobian_of(module, x)
     expected = 0.7 * torch.einsum("ncp,mdp->ncmd", j, j)
     features = module[:-1](x).detach()
@@ -166,3 +156,78 @@ def test_the_closed_form_is_the_kernel_of_a_networks_last_layer():
     without = LastLayerNTK(variance=0.7, bias=False)
     torch.testing.assert_close(without({"features": features}, {"features": features}).detach(), k - 0.7)
     torch.testing.assert_close(without.diag({"features": features}).detach(), k.diagonal() - 0.7)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_outputs_and_features_are_enough_for_the_last_layer(name):
+    model, x, y, new = case("classification")
+    with_network = METHODS[name](model, "classification").fit((x, y)).predict(new)
+    from_outputs = METHODS[name](None, "classification").fit(recorded(model, x, y)).predict(recorded(model, new))
+    torch.testing.assert_close(from_outputs.latent.variance, with_network.latent.variance)
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+@pytest.mark.parametrize("weights", ["last", "all"])
+@pytest.mark.parametrize("name", METHODS)
+def test_saved_heads_predict_the_same(name, weights, task, tmp_path):
+    model, x, y, new = case(task)
+    path, method = tmp_path / "head.safetensors", METHODS[name](model.float(), task, weights=weights)
+    x, y, new = x.float(), y if task == "classification" else y.float(), new.float()
+    method.fit((x, y), val=(x, y)).save(path)
+    again = type(method).load(path, model=model)
+    pred, expected = again.predict(new), method.predict(new)
+    assert torch.equal(pred.latent.variance, expected.latent.variance)
+    assert again.prior_precision == method.prior_precision
+    assert again.config.num_inducing == method.config.num_inducing
+    if weights == "all":
+        with pytest.raises(OptionError, match="network itself"):
+            type(method).load(path)
+        with pytest.raises(FileError, match="fingerprint"):
+            type(method).load(path, model=mlp(model[-1].out_features, seed=5))
+
+
+@pytest.mark.parametrize("weights", ["last", "all"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_failed_fit_changes_neither_the_method_nor_the_network(name, weights):
+    model, x, y, new = case("classification")
+    before = copy.deepcopy(model.state_dict())
+    method = METHODS[name](model, "classification", weights=weights).fit((x, y))
+    variance = method.predict(new).latent.variance
+    with pytest.raises(DataError, match="two classes"):
+        method.fit((x + 1.0, torch.zeros(20, dtype=torch.long)))
+    with pytest.raises(DataError):
+        method.fit((x, y + 7))
+    assert torch.equal(method.predict(new).latent.variance, variance)
+    assert model.training
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bad_options_and_data(name):
+    model, x, y, _ = case("classification")
+    make = METHODS[name]
+    for wrong in ({"weights": "some"}, {"num_inducing": 0}, {"prior_precision": -1.0}, {"max_gigabytes": 0}):
+        with pytest.raises(OptionError, match=next(iter(wrong))):
+            make(model, "classification", **wrong)
+    with pytest.raises(OptionError, match='weights="last"'):
+        make(None, "classification", weights="all")
+    with pytest.raises(OptionError, match="frozen"):
+        make(mlp(3).requires_grad_(False), "classification", weights="all")
+    with pytest.raises(OptionError, match="logits"):
+        make(model, "classification", outputs_are="probs")
+    with pytest.raises(DataError, match="features"):
+        make(None, "classification").fit(Outputs(model(x).detach(), y))
+    with pytest.raises(LayerError, match=r"nn\.Linear"):
+        make(nn.Tanh(), "regression").fit((x, x))
+    with pytest.raises(LayerError, match="linear"):
+        make(None, "classification").fit(Outputs(model(x).detach().square(), y, x))
+    method = make(model, "classification", weights="all")
+    with pytest.raises(DataError, match="iterator"):
+        method.fit(iter([(x, y)]))
+    with pytest.raises(DataError, match="runs the network"):
+        method.fit(recorded(model, x, y))
+    with pytest.raises(DataError, match="runs the network"):
+        method.fit((x, y), val=recorded(model, x, y))
+    with pytest.raises(DataError, match="runs the network"):
+        method.fit((x, y)).predict(recorded(model, x))

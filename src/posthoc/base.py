@@ -58,6 +58,10 @@ __all__ = [
 
 CHUNK = 1024
 """The largest number of rows that are predicted at a time, or that the network is run on at a time."""
+MAX_DENSE_OUTPUTS = 32
+"""Up to this number of outputs, predictions hold their covariance where draws of them need it."""
+TYPICAL_ROWS = 2**16
+"""Rows from which units are computed, at most."""
 MOST_OUTPUTS = 2**21
 """The largest number of outputs that are predicted at a time: 16 MB for each tensor of their size."""
 
@@ -452,6 +456,17 @@ class Method(ABC):
         likelihood.initialize(row, row)
         return likelihood
 
+    def _start_likelihood(self, rows: Outputs, device: torch.device) -> Likelihood:
+        """A copy of the likelihood on a device, in the units of some rows."""
+        likelihood = copy.deepcopy(self._likelihood).to(device)
+        typical = rows.only().spread(TYPICAL_ROWS).to(device)
+        likelihood.initialize(typical.outputs, targets_of(typical))
+        return likelihood
+
+    def _dense(self, covariance: bool) -> bool:
+        """Whether predictions hold the covariance of the outputs: on request, or for draws of few outputs."""
+        return covariance or (self._likelihood.samples_latent and math.prod(self._width or ()) <= MAX_DENSE_OUTPUTS)
+
     def _rows_at_once(self) -> int:
         """The number of rows to predict at a time."""
         return max(1, min(CHUNK, MOST_OUTPUTS // math.prod(self._width or (1,))))
@@ -614,84 +629,3 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:
         found = str(error) if isinstance(error, PosthocError) else repr(error)
         raise FileError(f"{path} cannot be read by this version of posthoc: {found:.500}") from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class OldConfig(ScoreConfig, FeatureConfig):
-    """The options that every method took before each declared its own."""
-
-
-class OldMethod(Method):
-    """A method with the hooks `_options`, `_recipe`, `_tensors` and `_rebuild`, until it declares a config."""
-
-    Config = OldConfig
-    trains = True
-    _fitted: Any
-    load_options: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    def known_options(cls, common: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(common)
-
-    def _recipe(self) -> dict[str, Any]:
-        return {}
-
-    @abstractmethod
-    def _options(self) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def _tensors(self) -> dict[str, Tensor]: ...
-
-    @classmethod
-    @abstractmethod
-    def _rebuild(cls, saved: Any) -> Self: ...
-
-    @abstractmethod
-    def _fit(self, job: Job) -> None: ...
-
-    def _identity(self) -> dict[str, Any]:
-        return {"method": self.name, "config": self._recipe(), "likelihood": self._likelihood.spec()}
-
-    def _header(self) -> dict[str, Any]:
-        config = {**self._options(), "layer": self.layer, "outputs_are": self.outputs_are}
-        return {**super()._header(), "config": config}
-
-    def _predictor(self, fitted: Any = None, *, covariance: bool = False) -> Callable[[Any], Predictive]:
-        return self._old_predictor(covariance=covariance)
-
-    @abstractmethod
-    def _old_predictor(self, *, covariance: bool) -> Callable[[Any], Predictive]: ...
-
-    def _read_back(self, path: Path) -> None:
-        read_head(path, self.name)
-
-    @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        model: Any = None,
-        device: str | torch.device | None = None,
-        **given: Any,
-    ) -> Self:
-        if unknown := [name for name in given if name not in cls.load_options]:
-            *others, last = ("model", "device", *cls.load_options)
-            raise OptionError(f"load() takes {', '.join(others)} and {last}, got {', '.join(unknown)}.")
-        tensors, header = read_head(path, cls.name)
-        return cls._restored(path, tensors, header, model, {"device": device, **given})
-
-    @classmethod
-    def _restored(cls, path: Any, tensors: Any, header: Any, model: Any, given: Mapping[str, Any]) -> Self:
-        from posthoc.saved import Saved
-
-        extra = {name: value for name, value in given.items() if name != "device"}
-        with torch.inference_mode(False):
-            with reading(path):
-                saved = Saved(path, tensors, header, model, given.get("device"), extra)
-            with saved.rebuilding():
-                require_same_network(header["network"], model if isinstance(model, nn.Module) else None)
-                method = cls._rebuild(saved)
-                method._rounding = Rounding.restore(header["rounding"])
-            method._width, method._network = saved.width, header["network"]
-            method.outputs_are = header["config"]["outputs_are"]
-        return method

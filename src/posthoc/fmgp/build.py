@@ -32,7 +32,15 @@ from posthoc.validation import as_numbers
 if TYPE_CHECKING:
     from posthoc.fmgp.estimator import FMGPConfig
 
-__all__ = ["SMALL", "START", "TYPICAL_ROWS", "inducing_owners", "inducing_places", "train_form", "trains_in_parallel"]
+__all__ = [
+    "START",
+    "TYPICAL_ROWS",
+    "inducing_owners",
+    "inducing_places",
+    "train_fitted",
+    "train_form",
+    "trains_in_parallel",
+]
 
 FULL_COUPLING = {"per_output": 32, "separable": 128}
 """Up to this number of outputs B is a full Cholesky factor, by default."""
@@ -96,7 +104,7 @@ def train_form(
     kernel.initialize(view.sample(1000, generator), coordinates.default)
     process = build_process(config, form, kernel, view, generator)
     fitted = FittedFMGP(process, coordinates, likelihood, ood)
-    history = train_fitted(fitted, job, form, config, training, view, fresh)
+    history = train_fitted(fitted, job, form, config.alpha, training, view, fresh)
     return fitted, history
 
 
@@ -159,10 +167,10 @@ def train_fitted(
     fitted: FittedFMGP,
     job: Job,
     form: VarianceForm,
-    config: FMGPConfig,
+    alpha: float,
     training: Training,
     view: PointView,
-    fresh: FreshSource | None,
+    fresh: FreshSource | None = None,
 ) -> History:
     """Trains the parameters of a process and of its likelihood together."""
     process, likelihood, ranks = fitted.process, fitted.likelihood, Ranks()
@@ -177,7 +185,7 @@ def train_fitted(
             source = FreshBatches(stack.enter_context(closing(fresh(view, likelihood))))
         stack.enter_context(single_thread(fresh is None and small))
         return train(
-            Objective(process, likelihood, config.alpha, job.num_data, kl_copies, form.prior, draws),
+            Objective(process, likelihood, alpha, job.num_data, kl_copies, form.prior, draws),
             [*process.parameters(), *likelihood.parameters()],
             source,
             training,

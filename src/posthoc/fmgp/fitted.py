@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -166,7 +166,7 @@ class FittedFMGP(Fitted):
         }
 
     @classmethod
-    def blank(cls, shapes: Mapping[str, Any], kernel: Kernel, likelihood: Likelihood, num_outputs: int) -> FittedFMGP:
+    def blank(cls, shapes: Mapping[str, Any], kernel: Kernel, likelihood: Likelihood, num_outputs: int) -> Self:
         """An object with tensors of these shapes, to load values into."""
         owners, spaces, space = torch.tensor(shapes["owners"]), shapes["spaces"], shapes["default_space"]
         if not bool(((owners >= 0) & (owners < num_outputs)).all()) or bool((owners.diff() < 0).any()):

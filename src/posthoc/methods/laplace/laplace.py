@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from posthoc.base import FeatureConfig, Job, Method, option
 from posthoc.collect.outputs import Outputs
-from posthoc.errors import LayerError, OptionError
+from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.registry import make_likelihood
 from posthoc.methods.laplace.curvature import Form, require_room
-from posthoc.methods.laplace.last_layer import find_last_layer
+from posthoc.methods.laplace.last_layer import find_last_layer, require_last_layer
 from posthoc.methods.laplace.posterior import Posterior, fit_posterior, refine
 from posthoc.predictive.base import Predictive
 
@@ -118,11 +118,7 @@ class Laplace(Method):
         return min(super()._rows_at_once(), self.posterior.rows_at_once)
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
-        if self.backbone is not None and not self.backbone.has_features:
-            raise LayerError(
-                "Expected a network whose last layer is an nn.Linear, found none to take features from. Name the layer "
-                "before the last with layer=..., or give posthoc.Outputs with features."
-            )
+        require_last_layer(self.backbone)
         return True, False
 
     def _blank(self, shapes: Mapping[str, Any]) -> Posterior:

@@ -15,7 +15,7 @@ from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, LayerError, PosthocWarning
 from posthoc.likelihoods.base import columns
 
-__all__ = ["LastLayer", "find_last_layer", "pieces", "with_one"]
+__all__ = ["LastLayer", "find_last_layer", "pieces", "require_last_layer", "with_one"]
 
 ALLOWED = 0.01
 """How far from linear in the features the outputs may be, as a share of their spread: float16 files are at 0.001."""
@@ -40,6 +40,15 @@ class LastLayer(NamedTuple):
         """What the layer says of features."""
         said = features @ self.weight.mT
         return said if self.bias is None else said + self.bias
+
+
+def require_last_layer(backbone: Backbone | None) -> None:
+    """Refuses a network without a layer to take features from."""
+    if backbone is not None and not backbone.has_features:
+        raise LayerError(
+            "Expected a network whose last layer is an nn.Linear, found none to take features from. Name the layer "
+            "before the last with layer=..., or give posthoc.Outputs with features."
+        )
 
 
 def find_last_layer(backbone: Backbone | None, outputs: Outputs, home: torch.device) -> LastLayer:

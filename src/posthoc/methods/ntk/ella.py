@@ -1,178 +1,141 @@
-"""ELLA: the linearised Laplace approximation in the few directions of weight space that matter (Deng et al., 2022)."""
+"""ELLA: the linearized Laplace approximation in the few directions of weight space that matter (Deng et al., 2022)."""
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from posthoc.base import Job
+from posthoc.base import Fitted, Job, option
 from posthoc.collect.loaders import Batch
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError
 from posthoc.fmgp.inducing_points import distinct
-from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.base import Likelihood, columns
+from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.laplace.laplace import linearized
 from posthoc.methods.laplace.last_layer import find_last_layer, with_one
-from posthoc.methods.ntk.ntk import Jacobian, Pair, gradients
-from posthoc.methods.ntk.subspace import Candidate, curvature, grid, leading, likeliest, scores, set_relative_noise
-from posthoc.methods.ntk.tangents import NTKMethod, TangentBackbone, Weights, check_classes, positive
+from posthoc.methods.laplace.marginal_likelihood import best_evidence
+from posthoc.methods.ntk.base import NTKConfig, NTKMethod
+from posthoc.methods.ntk.ntk import Jacobian, products
+from posthoc.numerics import rows_that_fit
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import FactorLatent
-from posthoc.saved import Saved
-from posthoc.validation import integer
 
 __all__ = ["ELLA"]
 
 PRIORS = tuple(10.0 ** (step / 2) for step in range(-6, 9))
 """Prior variances that are tried, in units that give the outputs a mean prior variance of one."""
+NOISES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.03, 0.01)
+"""Shares of the mean squared residual that are tried as the noise of a regression."""
 STOPS = tuple(0.5**halvings for halvings in range(13))
 """Shares of the data after which G may stop early."""
-AT_ONCE = 2**22
-"""Numbers in the largest tensor, rows x outputs x features: 32 MB."""
 WORK = 2**33
-"""Numbers looked at in a search: for more, some rows of the validation data must do."""
-TYPICAL = 2**16
-"""Rows that units are taken from."""
-FEW_OUTPUTS = 32
-"""Up to so many classes their covariance is written out."""
-OPTIONS = ("weights", "num_points", "num_features", "prior_variance", "early_stop", "seed")
+"""Numbers computed in a search; where all validation rows need more, some of them are used."""
 
 
-class Choice(NamedTuple):
-    """What was found best."""
+@dataclass(frozen=True, kw_only=True)
+class ELLAConfig(NTKConfig):
+    """Options of `ELLA`."""
 
-    prior_variance: float  # σ₀²
-    rows: int  # that G was summed over
+    num_inducing: int = option(2000, least=1)
+    num_features: int = option(20, least=1)
+    early_stop: bool = True
 
 
 class ELLA(NTKMethod):
-    """The posterior of a linearised network, N(θ, (G + I/σ₀²)⁻¹) with G the Gauss-Newton matrix, in K directions: the
-    leading eigenvectors of the tangent kernel among M random pairs of a training point and an output. The mean stays
-    the network's. G takes one pass over the data.
+    """The posterior of a linearized network in K directions of its weights.
 
-    σ₀² (and in regression the noise) is chosen from a grid by the likelihood of `val`, or without it by the Laplace
-    evidence of the data.
+    It is N(θ, (G + δI)⁻¹) with G the Gauss-Newton matrix, along the leading eigenvectors of the tangent kernel among M
+    random pairs of a training point and an output. The mean stays the network's. G takes one pass over the data. The
+    prior precision δ (and in regression the noise) is chosen from a grid by the likelihood of `val`, or without it by
+    the marginal likelihood of the data.
 
-    Parameters
-    ----------
-    model: an `nn.Module`, or with `weights="last"` any callable, or None to work from `Outputs` with features.
-    likelihood: "regression", "classification", or a `Gaussian` or `Categorical` with options of its own. Classes are
-        predicted by logit scaling at temperature 1, as `laplace` does, unless a `Categorical` says otherwise.
-    weights: "last" for those of the last linear layer, in closed form, or "all" that are not frozen, by `torch.func`.
-    num_points: M, at most.
-    num_features: K, at most. With `weights="last"` a direction is of one output, and outputs without one have no
-        variance: let it be well above the number of classes.
-    prior_variance: σ₀², if it is not to be searched for.
-    early_stop: whether `val` may also say after how many rows to stop adding to G.
-    max_gigabytes: the most that gradients may take with `weights="all"`.
-    layer: the module whose output the last layer reads, where it is not the last `nn.Linear` that does.
+    Args:
+        model: An `nn.Module`, or with `weights="last"` any callable, or None to work from `Outputs` with features.
+        likelihood: "regression", "classification", or a `Gaussian` or `Categorical` with options of its own. Classes
+            are predicted by logit scaling at temperature 1, as by `Laplace`, unless a `Categorical` says otherwise.
+        weights: "last" for those of the last linear layer, in closed form, or "all" that are not frozen, by
+            `torch.func`.
+        num_inducing: The largest number M of pairs.
+        num_features: The largest number K of directions. With `weights="last"` a direction is of one output, and
+            outputs without one have no variance: choose it well above the number of classes.
+        prior_precision: δ. By default it is chosen.
+        early_stop: Whether `val` may also choose after how many rows to stop adding to G.
+        max_gigabytes: The most memory that gradients and features may take with `weights="all"`.
+        layer: The module whose output the last layer reads. By default the input of the last `nn.Linear` is.
+        seed: The seed of the pairs and of the order of the rows.
+        device: Where the fitted method computes.
+
+    Example:
+        >>> import torch
+        >>> from posthoc import ELLA
+        >>> x, y = torch.randn(20, 2), torch.randn(20, 1)
+        >>> ELLA(torch.nn.Sequential(torch.nn.Linear(2, 1)), "regression").fit(x, y).predict(x).std.shape
+        torch.Size([20, 1])
     """
 
     name = "ella"
+    Config = ELLAConfig
+    config: ELLAConfig
+    _fitted: FittedELLA | None
 
-    def __init__(
-        self,
-        model: nn.Module | Callable[..., Any] | None,
-        likelihood: str | Likelihood,
-        *,
-        weights: Weights = "last",
-        num_points: int = 2000,
-        num_features: int = 20,
-        prior_variance: float | None = None,
-        early_stop: bool = True,
-        max_gigabytes: float = 8.0,
-        layer: str | None = None,
-        outputs_are: str = "logits",
-        device: str | torch.device | None = None,
-        seed: int = 0,
-        progress: bool | None = None,
-    ) -> None:
-        super().__init__(model, linearized(likelihood), layer=layer, outputs_are=outputs_are, device=device)
-        self.num_points = integer("num_points", num_points, 1)
-        self.num_features = integer("num_features", num_features, 1)
-        self.prior_variance = positive("prior_variance", prior_variance) if prior_variance is not None else None
-        self.early_stop = bool(early_stop)
-        self.seed = integer("seed", seed, 0)
-        self._take_weights(weights, max_gigabytes)
-        self.choice: Choice | None = None
-        self._fitted = None
-        self._state: dict[str, Tensor] = {}  # factor (K, K) and, for the last layer, directions and classes
+    def _suited(self, likelihood: Any) -> Likelihood:
+        return linearized(likelihood)
 
     @property
-    def likelihood(self) -> Likelihood:
-        return self._fitted if self._fitted is not None else self._likelihood
-
-    def _check_data(self, data: Any) -> None:
-        super()._check_data(data)
-        if self.weights == "all":
-            jacobian = self._jacobian()
-            what = f"The gradients at {self.num_points:,} points in {jacobian.size:,} weights"
-            size = (self.num_points + self.num_features) * jacobian.row_bytes
-            self._afford(size, what, "Ask for fewer points (num_points)")
-
-    def _draws(self) -> tuple[int, int]:
-        return self.num_points, self.seed
-
-    def _describer(self, pairs: list[Pair], points: int, outputs: int) -> Projection:
-        jacobian, k = self._jacobian(), min(self.num_features, len(pairs))
-        what = f"{k} features for each of {outputs} outputs at {points:,} points"
-        size = points * outputs * k * jacobian.row_bytes / jacobian.size
-        self._afford(size, what, "Ask for fewer (num_features)")
-        return Projection(jacobian, leading(gradients(jacobian, pairs, outputs), k)[0])
+    def prior_precision(self) -> float:
+        """The precision of the weights' prior, as chosen or given."""
+        self._require_fitted("prior_precision")
+        assert self._fitted is not None
+        return float(self._fitted.prior_precision)
 
     @property
-    def _projection(self) -> Projection:
-        assert isinstance(self.backbone, TangentBackbone)
-        assert isinstance(self.backbone.describe, Projection)
-        return self.backbone.describe
+    def rows_used(self) -> int:
+        """The number of rows that G was summed over."""
+        self._require_fitted("rows_used")
+        assert self._fitted is not None
+        return int(self._fitted.rows_used)
 
     @torch.no_grad()
-    def _fit(self, job: Job) -> None:
+    def _fit(self, job: Job) -> FittedELLA:
         device = self._home(job.train.outputs.device)
-        check_classes(self._likelihood, job.train)
-        likelihood = self._start(job.val if job.val is not None else job.train, device)
-        state, mean = self._last(job.train, device) if self.weights == "last" else ({}, self._projection.mean())
-        subspace = Subspace(state, likelihood)
-        sums = self._sums(job, subspace, stops=job.val is not None and self.early_stop)
+        likelihood = self._start_likelihood(job.val if job.val is not None else job.train, device)
+        if self.config.weights == "all":
+            directions = leading(self._draw_gradients(job)[0], self.config.num_features)[0]
+            job = self._with_features(job, directions)
+            theta = torch.cat([weight.reshape(-1) for weight in self._jacobian().weights.values()])
+            fitted = FittedELLA(likelihood, directions, None)
+            along = (directions.to(theta) @ theta).double()
+        else:
+            directions, classes, along = self._last_layer_directions(job.train, device)
+            fitted = FittedELLA(likelihood, directions, classes)
+        fitted = fitted.to(device)
+        sums = self._gauss_newton(job, fitted, early_stop=job.val is not None and self.config.early_stop)
         if job.val is not None:
-            best = self._best(job.val, subspace, sums, self._priors(job.train, subspace))
+            best = best_on(job.val, fitted, list(candidates(sums, self._precisions(job.train, fitted), likelihood)))
         else:
             ((rows, g),) = sums.items()
-            best = likeliest(rows, g, likelihood, mean, job.num_data, self.prior_variance)
-        set_relative_noise(likelihood, best.noise)
-        self._state, self._fitted = {**state, "factor": best.factor()}, likelihood
-        self.choice = Choice(best.prior, best.rows)
+            best = of_most_evidence(rows, g, likelihood, along.to(device), job.num_data, self.config.prior_precision)
+        fitted.take(best)
+        return fitted
 
-    def _best(self, val: Outputs, subspace: Subspace, sums: dict[int, Tensor], priors: list[float]) -> Candidate:
-        """The candidate under which the validation data are likeliest."""
-        candidates = grid(sums, priors, subspace.likelihood)
-        width = val.outputs[0].numel() * len(candidates[0].values)
-        some = val.spread(max(1000, WORK // (len(candidates) * width)))
-        parts = ((part, subspace(part)) for part in self._parts(some, subspace))
-        return candidates[int(scores(parts, subspace.likelihood, candidates).argmin())]
+    def _last_layer_directions(self, train: Outputs, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """K directions in the weights of the last layer, their outputs, and how far the weights lie along each.
 
-    def _start(self, outputs: Outputs, device: torch.device) -> Likelihood:
-        """A likelihood in the units of the data."""
-        likelihood = copy.deepcopy(self._likelihood).to(device)
-        some = outputs.spread(TYPICAL).to(device)
-        assert some.targets is not None
-        likelihood.initialize(some.outputs, some.targets)
-        return likelihood
-
-    def _last(self, train: Outputs, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-        """K directions in the weights of the last layer, and how far the weights lie along each. The gradients of two
-        outputs are orthogonal, so every eigenvector belongs to one output."""
+        The gradients of two outputs are orthogonal, so every eigenvector belongs to one output.
+        """
         layer = find_last_layer(self.backbone, train, device)
-        outputs, generator = len(layer.weight), torch.Generator().manual_seed(self.seed)
+        outputs, generator = len(layer.weight), torch.Generator().manual_seed(self.config.seed)
         bias = layer.bias if layer.bias is not None else torch.zeros(outputs, dtype=torch.float64, device=device)
         theta = torch.cat([layer.weight, bias[:, None]], 1)
-        pairs = distinct(len(train) * outputs, min(self.num_points, len(train) * outputs), generator)
+        count = len(train) * outputs
+        pairs = distinct(count, min(self.config.num_inducing, count), generator)
         rows, owners = pairs // outputs, (pairs % outputs).to(device)
         features = train[rows.to(train.outputs.device)].features
         assert features is not None
@@ -180,129 +143,203 @@ class ELLA(NTKMethod):
         j[:, -1] *= layer.bias is not None  # directions that leave alone a bias that is not there
         found = []
         for output in owners.unique().tolist():
-            directions, values = leading(j[owners == output], self.num_features)
+            directions, values = leading(j[owners == output], self.config.num_features)
             found += [(float(v), output, d) for v, d in zip(values, directions, strict=True)]
-        found = sorted(found, key=lambda entry: -entry[0])[: self.num_features]
+        found = sorted(found, key=lambda entry: -entry[0])[: self.config.num_features]
         directions = torch.stack([direction for *_, direction in found])
         classes = torch.tensor([output for _, output, _ in found], device=device)
-        return {"directions": directions, "classes": classes}, (theta[classes] * directions).sum(-1)
+        return directions, classes, (theta[classes] * directions).sum(-1)
 
-    def _parts(self, outputs: Outputs, subspace: Subspace, order: Tensor | None = None) -> Iterator[Outputs]:
-        rows = torch.arange(len(outputs)) if order is None else order
-        for some in rows.to(outputs.outputs.device).split(self._rows(outputs.outputs[0].numel())):
-            yield outputs[some].to(subspace.device)
-
-    def _sums(self, job: Job, subspace: Subspace, *, stops: bool) -> dict[int, Tensor]:  # of (K, K)
-        """G over the first so many rows of the data, in random order, for each place where it may stop."""
-        n = len(job.train)
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))
-        ends = sorted({max(1, round(share * n)) for share in (STOPS if stops else STOPS[:1])})
+    def _gauss_newton(self, job: Job, fitted: FittedELLA, *, early_stop: bool) -> dict[int, Tensor]:  # of (K, K)
+        """G over the first rows of the data, in random order, for each number of rows at which it may stop."""
+        n, train = len(job.train), job.train
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(self.config.seed))
+        ends = sorted({max(1, round(share * n)) for share in (STOPS if early_stop else STOPS[:1])})
         sums, total = {}, torch.zeros((), dtype=torch.float64)
-        for start, end in zip([0, *ends], ends, strict=False):
-            for part in self._parts(job.train, subspace, order[start:end]):
-                total = total + curvature(subspace(part), part.outputs, subspace.likelihood)
+        for start, end in pairwise([0, *ends]):
+            for part in fitted.parts(train[order[start:end].to(train.outputs.device)]):
+                total = total + fitted.gauss_newton(part)
             sums[end] = total * (job.num_data / n)
         return sums
 
-    def _priors(self, train: Outputs, subspace: Subspace) -> list[float]:
-        if self.prior_variance is not None:
-            return [self.prior_variance]
-        some = train.spread(self._rows(train.outputs[0].numel())).to(subspace.device)
-        size = float(subspace(some).square().sum(-1).mean())
-        return [prior / size if size > 0.0 else prior for prior in PRIORS]
+    def _precisions(self, train: Outputs, fitted: FittedELLA) -> list[float]:
+        """The prior precisions to try."""
+        if self.config.prior_precision is not None:
+            return [self.config.prior_precision]
+        some = train.spread(fitted.rows_at_once(train)).to(fitted.device)
+        size = float(fitted.features(some).square().sum(-1).mean())
+        return [(size or 1.0) / prior for prior in PRIORS]
 
-    def _old_predictor(self, *, covariance: bool) -> Callable[[Outputs], Predictive]:
-        subspace, factor = Subspace(self._state, self.likelihood), self._state["factor"]
-        # Where there are few classes their covariance comes unasked: draws of the logits need it.
-        few = self._likelihood.task == "classification" and math.prod(self._width or ()) <= FEW_OUTPUTS
+    def _predictor(self, fitted: FittedELLA, *, covariance: bool) -> Callable[[Outputs], Predictive]:
+        dense = self._dense(covariance)
 
         def predict(outputs: Outputs) -> Predictive:
-            home = outputs.outputs.device
-            part = outputs.only("features").to(subspace.device)
-            latent = FactorLatent(subspace(part) @ factor)
-            predictive = subspace.likelihood.predictive(part.outputs, latent, covariance=covariance or few)
-            return predictive if subspace.device == home else predictive.to(home)
+            part = outputs.only("features").to(fitted.device)
+            latent = FactorLatent(fitted.features(part) @ fitted.factor)
+            return fitted.likelihood.predictive(part.outputs, latent, covariance=dense).to(outputs.outputs.device)
 
         return predict
 
-    def _rows(self, outputs: int) -> int:
-        return max(1, AT_ONCE // (outputs * self.num_features))
-
     def _rows_at_once(self) -> int:
-        assert self._width is not None
-        return min(super()._rows_at_once(), self._rows(math.prod(self._width)))
+        assert self._fitted is not None
+        outputs = torch.Size(self._width or ()).numel()
+        return min(super()._rows_at_once(), rows_that_fit(outputs * len(self._fitted.factor)))
 
-    def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
-        self._require_features()
-        return True, False
+    def _tangent_features(self, jacobian: Jacobian, tangents: Tensor, batch: Batch) -> Tensor:  # (N, C K)
+        return jacobian.push(batch, tangents).flatten(1)
 
-    def _options(self) -> dict[str, Any]:
-        return {**self._recipe(), "max_gigabytes": self.max_gigabytes, "choice": self.choice}
+    def _feature_bytes(self, points: int, outputs: int) -> int:
+        jacobian = self._jacobian()
+        return points * outputs * self.config.num_features * jacobian.row_bytes // jacobian.size
 
-    def _recipe(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in OPTIONS}
-
-    def _tensors(self) -> dict[str, Tensor]:
-        fitted = {f"likelihood.{name}": tensor for name, tensor in self.likelihood.state_dict().items()}
-        along = {"directions": self._projection.directions} if self.weights == "all" else {}
-        return {**fitted, **self._state, **along}
-
-    @classmethod
-    def _rebuild(cls, saved: Saved) -> Self:
-        options, tensors, likelihood = saved.options, saved.tensors, saved.likelihood()
-        choice = Choice(*options.pop("choice"))
-        method = saved.unfitted(cls, **options)
-        expected: dict[str, Any] = {f"likelihood.{name}": tensor for name, tensor in likelihood.state_dict().items()}
-        k, size = tensors["directions"].shape
-        if method.weights == "all":
-            size = method._jacobian().size
-        else:
-            expected["classes"] = torch.zeros(k, dtype=torch.long)
-        saved.check({**expected, "directions": (k, size), "factor": (k, k)})
-        place = method._home()
-        state = {name: t.to(place) for name, t in tensors.items() if not name.startswith("likelihood.")}
-        likelihood.load_state_dict({name: tensors[f"likelihood.{name}"] for name in likelihood.state_dict()})
-        if method.weights == "all":
-            assert method.backbone is not None
-            projection = Projection(method._jacobian(), state.pop("directions"))
-            method.backbone = TangentBackbone(method.backbone, projection)
-        method._state, method._fitted, method.choice = state, likelihood.to(place), choice
-        return method
+    def _blank(self, shapes: Mapping[str, Any]) -> FittedELLA:
+        k, size = shapes["directions"]
+        last = self.config.weights == "last"
+        dtype = torch.float64 if last else next(iter(self._jacobian().weights.values())).dtype
+        classes = torch.zeros(k, dtype=torch.long) if last else None
+        return FittedELLA(self._blank_likelihood(), torch.zeros(k, size, dtype=dtype), classes)
 
 
-class Projection:
-    """J(x) along some directions of all weights, as features: one row of numbers for each point."""
+class FittedELLA(Fitted):
+    """Directions in the space of weights, and a root of the covariance of the weights along them."""
 
-    def __init__(self, jacobian: Jacobian, directions: Tensor) -> None:
-        self.jacobian, self.directions = jacobian, directions  # (K, P)
+    factor: Tensor  # (K, K)
+    prior_precision: Tensor  # ()
+    rows_used: Tensor  # (), that G was summed over
 
-    def __call__(self, batch: Batch) -> Tensor:  # (N, C K)
-        return self.jacobian.push(batch, self.directions).flatten(1)
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        directions: Tensor,  # (K, P)
+        classes: Tensor | None,  # (K,), the output of each direction of a last layer
+    ) -> None:
+        super().__init__(likelihood)
+        self.register_buffer("tangents", directions)
+        self.tangents: Tensor
+        self.register_buffer("classes", classes)
+        self.classes: Tensor | None
+        self.register_buffer("factor", torch.zeros(len(directions), len(directions), dtype=torch.float64))
+        self.register_buffer("prior_precision", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("rows_used", torch.zeros((), dtype=torch.long))
 
-    def mean(self) -> Tensor:  # (K,)
-        """How far the weights lie along each."""
-        theta = torch.cat([weight.reshape(-1) for weight in self.jacobian.weights.values()])
-        return (self.directions.to(theta) @ theta).double()
+    def shapes(self) -> dict[str, Any]:
+        return {"directions": list(self.tangents.shape)}
 
+    def take(self, best: Candidate) -> None:
+        """Takes the values of the best candidate."""
+        set_relative_noise(self.likelihood, best.noise)
+        self.factor = best.vectors * best.scales()
+        self.prior_precision.fill_(best.prior_precision)
+        self.rows_used.fill_(best.rows)
 
-class Subspace:
-    """φ: J(x) along the directions, in the units of training, from the features of some rows."""
+    def rows_at_once(self, outputs: Outputs) -> int:
+        return rows_that_fit(outputs.outputs[0].numel() * len(self.factor))
 
-    def __init__(self, state: dict[str, Tensor], likelihood: Likelihood) -> None:
-        self.state, self.likelihood = state, likelihood
-        self.device = next(likelihood.parameters()).device
+    def parts(self, rows: Outputs) -> Iterator[Outputs]:
+        """Consecutive rows, some at a time, on the device of the directions."""
+        size = self.rows_at_once(rows)
+        for start in range(0, len(rows), size):
+            yield rows[start : start + size].to(self.device)
 
-    def __call__(self, part: Outputs) -> Tensor:  # (N, C, K)
+    def features(self, part: Outputs) -> Tensor:  # (N, C, K)
+        """J(x) along the directions, in the units of training."""
         if part.features is None:
-            raise DataError('Expected features, which weights="last" looks at, got outputs without them.')
-        outputs = part.outputs[0].numel()
-        if "directions" in self.state:
-            directions, classes = self.state["directions"], self.state["classes"]
-            width = directions.shape[1] - 1
-            if part.features.shape[1] != width:
-                raise DataError(f"Expected features of width {width} as in fit, got {part.features.shape[1]}.")
-            along = with_one(part.features.double()) @ directions.mT  # (N, K)
-            phi = along[:, None] * (torch.arange(outputs, device=self.device)[:, None] == classes)
+            raise DataError("Expected features, which the last layer takes, got outputs without them.")
+        features, outputs = part.features.double(), part.outputs[0].numel()
+        if self.classes is None:
+            phi = features.unflatten(1, (outputs, -1))
         else:
-            phi = part.features.double().unflatten(1, (outputs, -1))
+            width = self.tangents.shape[1] - 1
+            if features.shape[1] != width:
+                raise DataError(f"Expected features of width {width} as in fit, got {features.shape[1]}.")
+            along = with_one(features) @ self.tangents.mT  # (N, K)
+            phi = along[:, None] * (torch.arange(outputs, device=along.device)[:, None] == self.classes)
         return phi / self.likelihood.scale[:, None] if isinstance(self.likelihood, Gaussian) else phi
+
+    def gauss_newton(self, part: Outputs) -> Tensor:  # (K, K)
+        """Σ φᵀ Λ φ over some rows, Λ the Hessian of the negative log-likelihood in the outputs; for a noise of one."""
+        phi = self.features(part)
+        if not isinstance(self.likelihood, Categorical):
+            flat = phi.flatten(0, 1)
+            return flat.mT @ flat
+        temperature = self.likelihood.temperature
+        p = (columns(part.outputs) / temperature).softmax(-1)[..., None]
+        weighted, mean = (p.sqrt() * phi).flatten(0, 1), (p * phi).sum(1)
+        return (weighted.mT @ weighted - mean.mT @ mean) / temperature.square()
+
+
+class Candidate(NamedTuple):
+    """A posterior covariance that may be the best, (G/σ² + δI)⁻¹, by G's eigenvalues and eigenvectors."""
+
+    rows: int  # that G was summed over
+    values: Tensor  # (K,), for a noise of one
+    vectors: Tensor  # (K, K)
+    prior_precision: float  # δ
+    noise: float  # σ² in units of the mean squared residual; 1 for classes
+
+    def scales(self) -> Tensor:  # (K,)
+        """Standard deviations along the eigenvectors."""
+        return (self.values / self.noise + self.prior_precision).rsqrt()
+
+
+def leading(j: Tensor, most: int) -> tuple[Tensor, Tensor]:  # (K, P), (K,)
+    """Orthonormal directions that explain most of J Jᵀ, and how much: Jᵀ U Λ^(-½) of its leading eigenvectors."""
+    values, vectors = torch.linalg.eigh(products(j, j))
+    # What is below the rounding of J is no direction of its own.
+    kept = values > values[-1].clamp_min(0.0) * len(j) * torch.finfo(j.dtype).eps
+    values, vectors = values[kept].flip(0)[:most], vectors[:, kept].flip(1)[:, :most]
+    if not len(values):
+        raise DataError("Expected outputs that depend on the weights, got gradients that are all zero.")
+    return (vectors * values.rsqrt()).mT.to(j.dtype) @ j, values
+
+
+def candidates(sums: Mapping[int, Tensor], precisions: list[float], likelihood: Likelihood) -> Iterator[Candidate]:
+    """One for each G (by the rows that it was summed over), prior precision and noise."""
+    noises = NOISES if isinstance(likelihood, Gaussian) else (1.0,)
+    for rows, g in sums.items():
+        values, vectors = torch.linalg.eigh(g)
+        for precision, noise in product(precisions, noises):
+            yield Candidate(rows, values.clamp_min(0.0), vectors, precision, noise)
+
+
+def best_on(val: Outputs, fitted: FittedELLA, tried: list[Candidate]) -> Candidate:
+    """The candidate under which validation rows are likeliest."""
+    some = val.spread(max(1000, WORK // (len(tried) * val.outputs[0].numel() * len(fitted.factor))))
+    scores = torch.zeros(len(tried), dtype=torch.float64)
+    for part in fitted.parts(some):
+        phi, vectors = fitted.features(part), None
+        for i, candidate in enumerate(tried):
+            if vectors is not candidate.vectors:  # those of one G are neighbors
+                vectors = candidate.vectors
+                along = phi @ vectors
+            set_relative_noise(fitted.likelihood, candidate.noise)
+            predictive = fitted.likelihood.predictive(part.outputs, FactorLatent(along * candidate.scales()))
+            scores[i] += float(predictive.log_prob(part.targets).double().sum())
+    return tried[int(scores.argmax())]
+
+
+def of_most_evidence(
+    rows: int,
+    g: Tensor,  # (K, K), for a noise of one
+    likelihood: Likelihood,
+    along: Tensor,  # (K,), the network's weights along the directions
+    num_data: int,
+    prior_precision: float | None,
+) -> Candidate:
+    """The candidate of the largest marginal likelihood, with the weights that may move: those along the directions."""
+    values, vectors = torch.linalg.eigh(g)
+    values, count, error = values.clamp_min(0.0), 0.0, None
+    if isinstance(likelihood, Gaussian):  # whose residuals have unit mean square
+        count = float(num_data * len(likelihood.scale))
+        error = values.new_tensor([count])
+    square_norm = float(along.square().sum())
+    noise, precision = best_evidence(
+        values[None], square_norm, count=count, square_error=error, precision=prior_precision
+    )
+    return Candidate(rows, values, vectors, precision, float(noise) if error is not None else 1.0)
+
+
+def set_relative_noise(likelihood: Likelihood, noise: float) -> None:
+    """Sets σ², in units of the mean squared residual."""
+    if isinstance(likelihood, Gaussian):
+        likelihood.set_noise(noise * likelihood.scale.square())

@@ -3,9 +3,8 @@ automatic differentiation, of the last layer's in closed form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from posthoc.collect.network import read_outputs
 from posthoc.errors import DataError, OptionError
 from posthoc.kernels import Linear, Points, Space
 
-__all__ = ["Jacobian", "LastLayerNTK", "Pair", "draw_pairs", "gradients", "products"]
+__all__ = ["Jacobian", "LastLayerNTK", "gradients", "products"]
 
 CHUNK_BYTES = 2**28
 """Gradients are written out so many bytes at a time, but for at least one row,"""
@@ -55,11 +54,11 @@ class Jacobian:
         """The bytes of the gradients of one output."""
         return sum(weight.numel() * weight.element_size() for weight in self.weights.values())
 
-    def answer(self, weights: dict[str, Tensor], batch: Batch) -> Tensor:  # (N, C)
-        """What the network says of a batch with these weights."""
+    def outputs(self, weights: dict[str, Tensor], batch: Batch) -> Tensor:  # (N, C)
+        """The network's outputs on a batch with these weights."""
         mine = copied(batch)
-        said = read_outputs(functional_call(self.module, weights, mine.args, mine.kwargs)).reshape(count(batch), -1)
-        return as_logits(said, "logits") if self.task == "classification" and said.shape[1] == 1 else said
+        outputs = read_outputs(functional_call(self.module, weights, mine.args, mine.kwargs)).reshape(count(batch), -1)
+        return as_logits(outputs, "logits") if self.task == "classification" and outputs.shape[1] == 1 else outputs
 
     def pull(
         self,
@@ -68,7 +67,7 @@ class Jacobian:
     ) -> Tensor:  # (N, R, P)
         """The gradients of combinations of the outputs: J(x) itself where these are an identity."""
         with torch.inference_mode(False):
-            batch, weights = recorded(batch), self.weights
+            batch, weights = take_rows(batch, slice(None)), self.weights
             leaves, spec = tree_flatten((batch.args, batch.kwargs))
             rows = count(batch)
             by_row = [is_rows(leaf, rows) for leaf in leaves]
@@ -76,7 +75,7 @@ class Jacobian:
             def one(combination: Tensor, *row: Any) -> Tensor:
                 alone = [leaf[None] if mine else leaf for leaf, mine in zip(row, by_row, strict=True)]
                 args, kwargs = tree_unflatten(alone, spec)
-                back = vjp(lambda w: self.answer(w, Batch(args, kwargs, None)).squeeze(0), weights)[1]
+                back = vjp(lambda w: self.outputs(w, Batch(args, kwargs, None)).squeeze(0), weights)[1]
                 (gradient,) = vmap(back)(combination)
                 return torch.cat([part.flatten(1) for part in gradient.values()], -1)
 
@@ -87,18 +86,16 @@ class Jacobian:
                     [self._slowly(part, c) for part, c in zip(pieces(batch, 1), combinations, strict=True)]
                 )
 
-    def _slowly(self, row: Batch, combinations: Tensor) -> Tensor:
+    def _slowly(self, row: Batch, combinations: Tensor) -> Tensor:  # (R, P)
         """One row's gradients, by nothing but the network's own backward pass."""
         with torch.enable_grad():
             weights = {name: weight.requires_grad_() for name, weight in self.weights.items()}
-            said = self.answer(weights, row)[0]
-            found = []
-            for combination in combinations:
+            outputs, found = self.outputs(weights, row)[0], []
+            for combination in combinations.to(outputs):
                 parts = torch.autograd.grad(
-                    said, list(weights.values()), combination.to(said), retain_graph=True, allow_unused=True
+                    outputs, list(weights.values()), combination, retain_graph=True, materialize_grads=True
                 )
-                kept = [w.new_zeros(w.shape) if g is None else g for w, g in zip(weights.values(), parts, strict=True)]
-                found.append(torch.cat([part.reshape(-1) for part in kept]))
+                found.append(torch.cat([part.reshape(-1) for part in parts]))
             return torch.stack(found)
 
     def push(
@@ -111,13 +108,13 @@ class Jacobian:
 
     def _push(self, batch: Batch, directions: Tensor) -> Tensor:
         with torch.inference_mode(False):
-            batch, weights = recorded(batch), self.weights
+            batch, weights = take_rows(batch, slice(None)), self.weights
             sizes = [weight.numel() for weight in weights.values()]
             split = directions.split(sizes, -1)
             tangents = {n: d.reshape(-1, *w.shape).to(w) for (n, w), d in zip(weights.items(), split, strict=True)}
 
             def moved(tangent: dict[str, Tensor]) -> Tensor:
-                return jvp(lambda w: self.answer(w, batch), (weights,), (tangent,))[1]
+                return jvp(lambda w: self.outputs(w, batch), (weights,), (tangent,))[1]
 
             try:
                 return vmap(moved, chunk_size=DIRECTIONS)(tangents).permute(1, 2, 0)
@@ -127,59 +124,30 @@ class Jacobian:
     def written(self, batch: Batch) -> Iterator[Tensor]:  # of (n, C, P)
         """J(x), some rows at a time."""
         with torch.no_grad():
-            outputs = self.answer(self.weights, next(pieces(batch, 1))).shape[1]
-        each = torch.eye(outputs, device=next(iter(self.weights.values())).device)
+            outputs = self.outputs(self.weights, next(pieces(batch, 1))).shape[1]
+        identity = torch.eye(outputs).to(next(iter(self.weights.values())))
         for part in pieces(batch, max(1, CHUNK_BYTES // (outputs * self.row_bytes))):
-            dtype = next(iter(self.weights.values())).dtype
-            yield self.pull(part, each.to(dtype).expand(count(part), -1, -1))
+            yield self.pull(part, identity.expand(count(part), -1, -1))
 
 
-class Pair(NamedTuple):
-    """One output at one point."""
-
-    row: Batch
-    output: int
-
-
-def draw_pairs(
-    jacobian: Jacobian, batches: Iterator[Batch], most: int, generator: torch.Generator
-) -> tuple[list[Pair], int, int]:
-    """Up to so many different pairs of a point and an output, drawn in one pass; how many points and outputs there
-    were. Every pair has a random number, and those with the smallest are kept."""
-    kept: list[tuple[float, Pair]] = []
-    points = outputs = 0
+def gradients(
+    jacobian: Jacobian,
+    batches: Iterable[Batch],
+    pairs: Tensor,  # (M,), row * outputs + output of each pair, in ascending order
+    outputs: int,
+) -> Tensor:  # (M, P)
+    """The gradients of single outputs at single points."""
+    size, weight = max(1, CHUNK_BYTES // jacobian.row_bytes), next(iter(jacobian.weights.values()))
+    parts, start = [], 0
     for batch in batches:
-        rows = count(batch)
-        if not rows:
-            continue
-        if not outputs:
-            with torch.no_grad():
-                outputs = jacobian.answer(jacobian.weights, next(pieces(batch, 1))).shape[1]
-        numbers = torch.rand(rows * outputs, dtype=torch.float64, generator=generator)
-        limit = kept[-1][0] if len(kept) == most else 1.0
-        for at in numbers.argsort()[:most].tolist():
-            number = float(numbers[at])
-            if number >= limit:
-                break
-            kept.append((number, Pair(taken(batch, at // outputs), at % outputs)))
-        kept = sorted(kept, key=lambda entry: entry[0])[:most]
-        points += rows
-    if not points:
-        raise DataError("Expected at least one data point, got none: the loader is empty.")
-    return [pair for _, pair in kept], points, outputs
-
-
-def gradients(jacobian: Jacobian, pairs: list[Pair], outputs: int) -> Tensor:  # (M, P)
-    """The gradient of each pair's output at its point."""
-    size, found = max(1, CHUNK_BYTES // jacobian.row_bytes), []
-    weight = next(iter(jacobian.weights.values()))
-    for _, alike in groupby(pairs, key=lambda pair: shapes(pair.row)):  # sequences come in many lengths
-        group = list(alike)
-        for some in (group[i : i + size] for i in range(0, len(group), size)):
-            chosen = torch.tensor([pair.output for pair in some])
-            one_hot = nn.functional.one_hot(chosen, outputs).to(weight)
-            found.append(jacobian.pull(joined([pair.row for pair in some]), one_hot[:, None]).squeeze(1))
-    return torch.cat(found)
+        end = start + count(batch)
+        inside = pairs[(pairs >= start * outputs) & (pairs < end * outputs)]
+        for some in inside.split(size) if len(inside) else ():
+            one_hot = nn.functional.one_hot(some % outputs, outputs).to(weight)
+            rows = take_rows(batch, (some // outputs - start).to(weight.device))
+            parts.append(jacobian.pull(rows, one_hot[:, None]).squeeze(1))
+        start = end
+    return torch.cat(parts)
 
 
 def products(
@@ -223,37 +191,19 @@ def is_rows(leaf: Any, rows: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == rows
 
 
+def take_rows(batch: Batch, rows: slice | Tensor) -> Batch:
+    """Some rows of a batch, as tensors that can be differentiated through: those of inference mode cannot."""
+    total = count(batch)
+
+    def take(leaf: Any) -> Any:
+        taken = leaf[rows] if is_rows(leaf, total) else leaf
+        return taken.clone() if isinstance(taken, Tensor) and taken.is_inference() else taken
+
+    args, kwargs = tree_map(take, batch[:2])
+    return Batch(args, kwargs, None)
+
+
 def pieces(batch: Batch, size: int) -> Iterator[Batch]:
     """Consecutive rows of a batch."""
-    rows = count(batch)
-    for start in range(0, rows, size):
-        part = slice(start, start + size)
-        args, kwargs = tree_map(lambda leaf, p=part: leaf[p] if is_rows(leaf, rows) else leaf, batch[:2])
-        yield Batch(args, kwargs, None)
-
-
-def taken(batch: Batch, row: int) -> Batch:
-    """A copy of one row, which does not keep the others alive."""
-    rows = count(batch)
-    args, kwargs = tree_map(lambda leaf: leaf[row : row + 1].clone() if is_rows(leaf, rows) else leaf, batch[:2])
-    return Batch(args, kwargs, None)
-
-
-def joined(rows: list[Batch]) -> Batch:
-    """Batches of one row each, as one."""
-    args, kwargs = tree_map(
-        lambda *leaves: torch.cat(leaves) if is_rows(leaves[0], 1) else leaves[0], *(row[:2] for row in rows)
-    )
-    return Batch(args, kwargs, None)
-
-
-def shapes(batch: Batch) -> list[Any]:
-    return [tuple(leaf.shape) for leaf in tree_flatten(batch[:2])[0] if isinstance(leaf, Tensor)]
-
-
-def recorded(batch: Batch) -> Batch:
-    """The same, of tensors that can be differentiated through: those of inference mode cannot."""
-    args, kwargs = tree_map(
-        lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf, batch[:2]
-    )
-    return Batch(args, kwargs, None)
+    for start in range(0, count(batch), size):
+        yield take_rows(batch, slice(start, start + size))

@@ -1,0 +1,161 @@
+"""What ELLA and VaLLA share: options, and features made of the Jacobians of all weights."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from posthoc.base import FeatureConfig, Job, Method, SeedConfig, option
+from posthoc.collect import opened
+from posthoc.collect.loaders import Batch, iterate
+from posthoc.collect.network import Backbone, collect, evaluating, exclusive
+from posthoc.collect.outputs import Outputs
+from posthoc.errors import DataError, OptionError
+from posthoc.fmgp.inducing_points import distinct
+from posthoc.likelihoods.base import Likelihood
+from posthoc.methods.laplace.last_layer import require_last_layer
+from posthoc.methods.ntk.ntk import Jacobian, gradients
+
+__all__ = ["NTKConfig", "NTKMethod"]
+
+
+class TangentBackbone(Backbone):
+    """A network whose features are made of its Jacobians, so that all that reads features can read them."""
+
+    def __init__(self, plain: Backbone, tangent_features: Callable[[Batch], Tensor]) -> None:
+        super().__init__(plain.model, plain.layer if not plain.takes_input else None, plain._device)
+        self.tangent_features = tangent_features
+
+    @property
+    def has_features(self) -> bool:
+        return True
+
+    def listen(self, heard: Callable[[Any], None]) -> None:
+        """No layer has these features."""
+
+    def features_of(self, raw: Any, captured: Tensor | None, rows: int) -> Tensor:
+        return self.tangent_features(self.place(raw))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NTKConfig(FeatureConfig, SeedConfig):
+    """Options of methods on the neural tangent kernel."""
+
+    weights: Literal["last", "all"] = "last"
+    num_inducing: int = option(100, least=1)
+    prior_precision: float | None = option(None, above=0.0)
+    max_gigabytes: float = option(8.0, above=0.0, saved=False)
+
+
+class NTKMethod(Method):
+    """A method on the tangent kernel. With `weights="last"` it reads the features in front of the last layer and needs
+    no network. With "all" it needs one, and its features are products of its Jacobians with some tangents: directions
+    in the space of weights, which a fit chooses and keeps as `tangents`."""
+
+    Config = NTKConfig
+    config: NTKConfig
+    needs_classes = True
+    _fitted: Any
+
+    def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
+        super().__init__(model, likelihood, **options)
+        if self.config.weights == "all":
+            if self.backbone is None or self.backbone.module is None:
+                raise OptionError(
+                    f'{self.name} with weights="all" needs the network itself, an nn.Module, to differentiate. '
+                    'With weights="last" it needs outputs and features alone.'
+                )
+            self._jacobian()
+
+    def _jacobian(self) -> Jacobian:
+        assert self.backbone is not None
+        assert self.backbone.module is not None
+        return Jacobian(self.backbone.module, self._likelihood.task)
+
+    @abstractmethod
+    def _tangent_features(self, jacobian: Jacobian, tangents: Tensor, batch: Batch) -> Tensor:  # (N, D)
+        """The features of a batch, from its Jacobians and tangents (K, P)."""
+
+    @abstractmethod
+    def _feature_bytes(self, points: int, outputs: int) -> int:
+        """The memory that features of so many points take."""
+
+    def _afford(self, size: int, what: str, remedy: str) -> None:
+        """Refuses what takes more bytes than the user allowed."""
+        if size > self.config.max_gigabytes * 1e9:
+            raise OptionError(
+                f"{what} take {size / 1e9:.3g} GB, and max_gigabytes={self.config.max_gigabytes:g}. Ask for fewer "
+                f'({remedy}), allow more, or use weights="last".'
+            )
+
+    def _check_data(self, data: Any) -> None:
+        self._refuse_outputs(data)
+        if self.config.weights == "all":
+            if isinstance(data, Iterator):
+                raise DataError(
+                    f'{self.name} with weights="all" reads the data more than once: give a DataLoader or arrays, no '
+                    "iterator."
+                )
+            number, jacobian = self.config.num_inducing, self._jacobian()
+            what = f"The gradients at {number:,} points in {jacobian.size:,} weights"
+            self._afford(number * jacobian.row_bytes, what, "num_inducing")
+
+    def _refuse_outputs(self, data: Any) -> None:
+        if self.config.weights == "all" and isinstance(data, Outputs):
+            raise DataError(
+                f'{self.name} with weights="all" runs the network: give what it takes (a DataLoader, arrays), not '
+                'outputs. With weights="last" outputs and features are enough.'
+            )
+
+    def _draw_gradients(self, job: Job) -> tuple[Tensor, Tensor]:  # (M, P), (M,)
+        """Gradients at random pairs of a point and an output, and the outputs of the pairs, in ascending order."""
+        self._refuse_outputs(job.val_data)
+        plain, outputs = super()._require_backbone(job.data), job.train.outputs[0].numel()
+        count = len(job.train) * outputs
+        generator = torch.Generator().manual_seed(self.config.seed)
+        pairs = distinct(count, min(self.config.num_inducing, count), generator).sort().values
+        with evaluating(plain.module), exclusive(plain.module):
+            batches = (plain.place(raw) for raw in iterate(job.data, 256))
+            found = gradients(self._jacobian(), batches, pairs, outputs)
+        owners = (pairs % outputs)[: len(found)]
+        order = owners.argsort(stable=True)
+        return found[order.to(found.device)], owners[order]
+
+    def _with_features(self, job: Job, tangents: Tensor) -> Job:
+        """The job with the features that these tangents give."""
+        points, outputs = len(job.train), job.train.outputs[0].numel()
+        what = f"The features of {outputs} outputs at {points:,} points"
+        self._afford(self._feature_bytes(points, outputs), what, "num_inducing, num_features, or rows of the data")
+        backbone = self._tangent_backbone(tangents)
+
+        def collected(data: Any) -> Outputs:
+            outputs = collect(backbone, data, features=True, inputs=False)
+            return self._checked(self._as_logits(outputs), targets=True)
+
+        val = collected(job.val_data) if job.val is not None else None
+        return replace(job, train=collected(job.data), val=val)
+
+    def _tangent_backbone(self, tangents: Tensor) -> TangentBackbone:
+        assert self.backbone is not None
+        return TangentBackbone(self.backbone, partial(self._tangent_features, self._jacobian(), tangents))
+
+    def _require_backbone(self, data: Any) -> Backbone:
+        if self.config.weights == "last" or self._fitted is None:
+            return super()._require_backbone(data)
+        return self._tangent_backbone(self._fitted.tangents)
+
+    def _stream(self, data: Any, *, targets: bool = False) -> Generator[Outputs]:
+        data = opened(data)
+        self._refuse_outputs(data)
+        yield from super()._stream(data, targets=targets)
+
+    def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
+        if self.config.weights == "last":
+            require_last_layer(self.backbone)
+        return fitted or self.config.weights == "last", False
