@@ -16,7 +16,7 @@ from posthoc import MAP, Categorical, FileError, Gaussian, OptionError, load
 from posthoc.io import read_head, write_head
 from posthoc.likelihoods.base import Likelihood
 from posthoc.methods import Dropout
-from posthoc.methods.weights.sampling import likeliest_noise
+from posthoc.methods.weights.network import likeliest_noise
 from tests.cases import WIDTH, Noisy, answers, in_eval, inputs, labels, same, values
 
 S, N, C = 7, 5, 3

@@ -15,7 +15,7 @@ from posthoc.errors import DataError, FileError, MissingExtraError, OptionError,
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.hmc import HMC
-from posthoc.methods.weights.hmc_sampler import UNIFORM_UP_TO, WeightPosterior, agreement, noise_bound
+from posthoc.methods.weights.hmc_sampler import MAX_NOISE, WeightPosterior, agreement
 from posthoc.methods.weights.network import LabelledBatch
 from tests.cases import Noisy, inputs, labels, mlp, values
 
@@ -65,8 +65,6 @@ def test_the_energy_is_minus_the_log_density():
         batches=[LabelledBatch(Batch((x,), {}, None), y)],
         likelihood=likelihood,
         prior_precision=1 / 0.3**2,
-        bound=noise_bound(likelihood, y),
-        weight=1.0,
     )
 
     def energy(w: Tensor, u: Tensor) -> Tensor:
@@ -80,7 +78,7 @@ def test_the_energy_is_minus_the_log_density():
     ours = torch.stack([posterior({"weights": w, "noise": u}) for w, u in places])
     expected = torch.stack([energy(w, u) for w, u in places])
     torch.testing.assert_close(ours.diff(), expected.diff())
-    assert float(posterior.bound) == pytest.approx(UNIFORM_UP_TO)  # no network: its residuals are the targets
+    assert float(posterior.max_noise) == pytest.approx(MAX_NOISE)  # no network: its residuals are the targets
 
 
 def test_linear_regression_is_the_closed_form():
@@ -90,7 +88,7 @@ def test_linear_regression_is_the_closed_form():
     method.fit((x, y))
     with torch.no_grad():
         error = float((network(x) - y).square().mean())
-    exact = Conjugate(x, y, 0.8, UNIFORM_UP_TO * max(float(y.var(unbiased=False)), error))
+    exact = Conjugate(x, y, 0.8, MAX_NOISE * max(float(y.var(unbiased=False)), error))
     draws, noise = method._fitted.weights, method._fitted.noise
     assert draws is not None
     assert noise is not None

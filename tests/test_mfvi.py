@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc.errors import FileError, OptionError, TrainingError
 from posthoc.io import read_head, write_head
-from posthoc.methods.weights.flipout import flipout, noisy_parameters, sampled
-from posthoc.methods.weights.mfvi import MFVI, MeanField
+from posthoc.methods.weights.mfvi import MFVI, MeanField, draw_weights, flipout, noisy_parameters
 from tests.cases import Noisy, answers, inputs, labels, mlp, same, values
 
 QUICK: dict[str, Any] = {"steps": 5, "samples": 4, "batch_size": 10}
@@ -63,7 +62,7 @@ def test_flipout_and_plain_draws_have_the_mean_and_covariance_of_noisy_weights(n
     means = {k: p.detach() for k, p in layer.named_parameters()}
     with torch.no_grad():
         expected = layer(x)
-        plain = [torch.func.functional_call(layer, sampled(means, std, generator), x) for _ in range(n)]
+        plain = [torch.func.functional_call(layer, draw_weights(means, std, generator), x) for _ in range(n)]
         flipped = []
         for _ in range(n):
             with flipout(layer, std, generator):

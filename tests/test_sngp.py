@@ -14,8 +14,14 @@ from posthoc.errors import FileError, OptionError, TrainingError
 from posthoc.io import read_head, write_head
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.weights.random_features import RandomFeatures, SpectralBound, bounded, settle_bounds
-from posthoc.methods.weights.sngp import SNGP, typical_distance
+from posthoc.methods.weights.sngp import (
+    SNGP,
+    RandomFeatures,
+    SpectralBound,
+    bound_layers,
+    settle_bounds,
+    typical_distance,
+)
 from tests.cases import Noisy, answers, in_eval, inputs, labels, mlp, same, values
 from tests.oracles import kernel_matrix
 
@@ -68,7 +74,7 @@ def test_a_weight_is_scaled_only_if_its_norm_exceeds_the_bound(kind):
     size = norm(before)
     for bound in (0.5 * size, 2.0 * size):
         network = nn.Sequential(layer, nn.Linear(2, 2))
-        bounded(network, "1", bound, G().manual_seed(0))
+        bound_layers(network, "1", bound, G().manual_seed(0))
         scaled = before * min(1.0, bound / size)
         torch.testing.assert_close(layer.weight.detach(), scaled, rtol=1e-2, atol=1e-4)
         settle_bounds(network)

@@ -96,11 +96,14 @@ class Fitted(nn.Module):
 
     Args:
         likelihood: The fitted likelihood.
+        **buffers: Tensors to keep as buffers, by name.
     """
 
-    def __init__(self, likelihood: Likelihood) -> None:
+    def __init__(self, likelihood: Likelihood, **buffers: Tensor | None) -> None:
         super().__init__()
         self.likelihood = likelihood
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
 
     @property
     def device(self) -> torch.device:

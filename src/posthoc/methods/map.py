@@ -1,20 +1,50 @@
-"""MAP: the network as it is."""
+"""Methods that take the network's outputs as certain and fit the likelihood alone; MAP, the network as it is."""
 
 from __future__ import annotations
 
-from typing import Self
+import copy
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Self
 
-from posthoc.base import Fitted, Job, Method
+from posthoc.base import Fitted, Job, Method, ScoreConfig
+from posthoc.collect.outputs import Outputs
 from posthoc.likelihoods.base import Likelihood
-from posthoc.methods.calibrator import LikelihoodOnly
+from posthoc.predictive.base import Predictive
+from posthoc.predictive.latent import ZeroLatent
 
-__all__ = ["MAP"]
+__all__ = ["MAP", "LikelihoodOnly"]
+
+
+class LikelihoodOnly(Method):
+    """A method that fits a likelihood around outputs that are certain."""
+
+    Config = ScoreConfig
+
+    def _fit(self, job: Job) -> Fitted:
+        likelihood = copy.deepcopy(self._likelihood)
+        self._fit_likelihood(likelihood, job)
+        return Fitted(likelihood)
+
+    @abstractmethod
+    def _fit_likelihood(self, likelihood: Likelihood, job: Job) -> None:
+        """Fits a copy of the method's likelihood in place."""
+
+    def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Outputs], Predictive]:
+        def predict(outputs: Outputs) -> Predictive:
+            fitted.to(outputs.outputs.device)
+            return fitted.likelihood.predictive(outputs.outputs, ZeroLatent(outputs.outputs), covariance=covariance)
+
+        return predict
+
+    def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
+        return False, False
 
 
 class MAP(LikelihoodOnly):
     """The network as it is: its own softmax, or its own output with a constant noise.
 
-    The noise is the one that is best on `val` or, without it, on the data of the fit.
+    The noise is the one of greatest likelihood on `val` or, without it, on the data of the fit.
 
     Args:
         model: A network, a callable, or None to work from `Outputs`.

@@ -1,4 +1,4 @@
-"""Temperature scaling: one number that makes a classifier's confidence right on average."""
+"""Temperature scaling: one number that calibrates a classifier's confidence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posthoc.errors import OptionError, PosthocWarning
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import best_inverse, limit_reached
-from posthoc.methods.calibrator import LikelihoodOnly
+from posthoc.methods.map import LikelihoodOnly
 
 __all__ = ["Temperature"]
 
@@ -48,7 +48,7 @@ class Temperature(LikelihoodOnly):
             quality = "all right" if limit == "high" else "no better than chance"
             warnings.warn(
                 f"The predictions are {quality} on these data, so the temperature was limited to {1.0 / inverse:g}. "
-                "Fit on data that the network has not memorised, with labels in the order of its outputs.",
+                "Fit on data that the network has not memorized, with labels in the order of its outputs.",
                 PosthocWarning,
                 stacklevel=5,
             )

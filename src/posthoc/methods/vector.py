@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,15 +20,15 @@ from posthoc.predictive.base import Predictive, working_dtype
 
 __all__ = ["Vector"]
 
-RIDGES = (1000.0, 100.0, 10.0, 1.0, 0.1)
-"""From hardly moving a class to hardly holding it back."""
+RIDGES = (math.inf, 1000.0, 100.0, 10.0, 1.0, 0.1)
+"""The ridges that are compared, from the strongest to the weakest."""
 PATIENCE = 2
-"""Ridges that may be no better than the best one before weaker ones are left alone."""
-FOLDS, CHOSEN_ON = 5, 10_000
+"""The number of ridges in a row that are no better than the best one, after which weaker ones are not tried."""
+FOLDS, MAX_ROWS = 5, 10_000
 """The ridge is chosen by so many folds of at most so many rows."""
-STEPS = 1000
-ROUGHLY, CLOSELY = 1e-3, 1e-7
-"""Gradients at which a fit is done, in coordinates where the curvature is about one: to choose a ridge, and to keep."""
+MAX_STEPS = 1000
+SEARCH_TOLERANCE, TOLERANCE = 1e-3, 1e-7
+"""Gradients at which a fit ends, in coordinates of unit curvature: when ridges are compared, and in the final fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,147 +77,122 @@ class Vector(Temperature):
         return self._fitted.ridge
 
     def _fit(self, job: Job) -> FittedVector:
-        likelihood = copy.deepcopy(self._likelihood)
-        self._fit_likelihood(likelihood, job)
+        likelihood = super()._fit(job).likelihood
         assert isinstance(likelihood, Categorical)
         base = Base.of(job.train, 1.0 / likelihood.temperature.item())
-        limited = limit_reached(job.train.outputs, base.inverse) is not None
-        ridge = math.inf if limited else self.config.ridge  # a temperature at its limit is not to be refined
-        if ridge is None:
+        ridge = self.config.ridge
+        if limit_reached(job.train.outputs, base.inverse) is not None:
+            ridge = math.inf  # a temperature at its limit is not to be refined
+        elif ridge is None:
             ridge = best_ridge(base, job, self.config.seed)
-        moved = base.fit(job.train, ridge, CLOSELY) if math.isfinite(ridge) else base.start(job.train)
+        u, v = base.fit(job.train, ridge, TOLERANCE).unbind(1)
         nn.init.zeros_(likelihood.log_temperature)  # the scale contains it now
-        return FittedVector(likelihood, base.inverse * (1.0 + moved[0]), base.size * moved[1], ridge)
+        return FittedVector(likelihood, ridge, scale=base.inverse * (1.0 + u), bias=base.size * v)
 
-    def _predictor(self, fitted: FittedVector, *, covariance: bool) -> Callable[[Outputs], Predictive]:
-        predict_moved = super()._predictor(fitted, covariance=covariance)
+    def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Outputs], Predictive]:
+        predict_scaled = super()._predictor(fitted, covariance=covariance)
 
         def predict(outputs: Outputs) -> Predictive:
             fitted.to(outputs.outputs.device)
-            moved = fitted.scale * centred(outputs.outputs.double()) + fitted.bias
-            return predict_moved(outputs.with_outputs(moved.to(working_dtype(outputs.outputs))))
+            scaled = fitted.scale * centered(outputs.outputs.double()) + fitted.bias
+            return predict_scaled(outputs.with_outputs(scaled.to(working_dtype(outputs.outputs))))
 
         return predict
 
     def _blank(self, shapes: Mapping[str, Any]) -> FittedVector:
-        zeros = torch.zeros(shapes["classes"], dtype=torch.float64)
-        return FittedVector(self._blank_likelihood(), zeros, zeros.clone(), shapes["ridge"])
+        zeros = torch.zeros(self._width or (), dtype=torch.float64)
+        return FittedVector(self._blank_likelihood(), shapes["ridge"], scale=zeros, bias=zeros.clone())
 
 
 class FittedVector(Fitted):
-    """The scale a and the bias b of each class, and the ridge that they were found with."""
+    """The scale a (C,) and the bias b (C,), and the ridge of the fit."""
 
-    def __init__(self, likelihood: Likelihood, scale: Tensor, bias: Tensor, ridge: float) -> None:
-        super().__init__(likelihood)
-        self.register_buffer("scale", scale)
-        self.register_buffer("bias", bias)
-        self.scale: Tensor  # (C,)
-        self.bias: Tensor  # (C,)
+    def __init__(self, likelihood: Likelihood, ridge: float, **buffers: Tensor) -> None:
+        super().__init__(likelihood, **buffers)
         self.ridge = ridge
 
     def shapes(self) -> dict[str, Any]:
-        return {"classes": len(self.scale), "ridge": self.ridge}
+        return {"ridge": self.ridge}
 
 
 class Base(NamedTuple):
-    """Temperature scaling, from which u and v depart: logits z(1 + u) + ρv, where z = f/τ. Of a fit they are one
-    tensor (2, C), zero where nothing departs."""
+    """Temperature scaling, from which u and v depart: logits z(1 + u) + ρv, where z = f/τ. A departure is one tensor
+    (C, 2) of u and v, zero for temperature scaling itself."""
 
     inverse: float  # 1/τ
     size: float  # ρ
 
     @classmethod
     def of(cls, rows: Outputs, inverse: float) -> Base:
-        """In the units of these rows."""
-        square = sum(float((inverse * f).square().sum()) for f, _ in centred_parts(rows))
+        square = sum(float((inverse * f).square().sum()) for f, _ in centered_blocks(rows))
         return cls(inverse, math.sqrt(square / rows.outputs.numel()))
 
-    def start(self, rows: Outputs) -> Tensor:  # (2, C)
-        """No departure."""
-        return torch.zeros(2, rows.outputs.shape[1], dtype=torch.float64, device=rows.outputs.device)
-
-    def loss(self, rows: Outputs, moved: Tensor) -> tuple[float, Tensor]:  # (), (2, C)
+    def loss(self, rows: Outputs, departure: Tensor) -> tuple[float, Tensor]:  # (), (C, 2)
         """The negative log-likelihood of all rows, and its gradient."""
-        total, slope = 0.0, torch.zeros_like(moved)
-        for f, y in centred_parts(rows):
+        total, gradient = 0.0, torch.zeros_like(departure)
+        u, v = departure.unbind(1)
+        for f, y in centered_blocks(rows):
             z = self.inverse * f
-            log_p = (z * (1.0 + moved[0]) + self.size * moved[1]).log_softmax(-1)
+            log_p = (z * (1.0 + u) + self.size * v).log_softmax(-1)
             total -= float(log_p.gather(-1, y[:, None]).sum())
-            away = log_p.exp_()
-            away[torch.arange(len(y), device=y.device), y] -= 1.0
-            slope += torch.stack([torch.einsum("nc,nc->c", away, z), self.size * away.sum(0)])
-        return total, slope
+            excess = log_p.exp_()
+            excess[torch.arange(len(y), device=y.device), y] -= 1.0
+            gradient += torch.stack([torch.einsum("nc,nc->c", excess, z), self.size * excess.sum(0)], 1)
+        return total, gradient
 
     def curvature(self, rows: Outputs) -> Tensor:  # (C, 2, 2)
-        """The second derivatives of the loss within each class, where nothing departs."""
-        blocks = torch.zeros(rows.outputs.shape[1], 2, 2, dtype=torch.float64, device=rows.outputs.device)
-        for f, _ in centred_parts(rows):
+        """The second derivatives of the loss within each class, at no departure."""
+        curvature = torch.zeros(rows.outputs.shape[1], 2, 2, dtype=torch.float64, device=rows.outputs.device)
+        for f, _ in centered_blocks(rows):
             z = self.inverse * f
             p = z.softmax(-1)
-            acts = torch.stack([z, torch.full_like(z, self.size)], -1)  # (N, C, 2)
-            blocks += torch.einsum("nc,nci,ncj->cij", p * (1.0 - p), acts, acts)
-        return blocks
+            slopes = torch.stack([z, torch.full_like(z, self.size)], -1)  # (N, C, 2)
+            curvature += torch.einsum("nc,nci,ncj->cij", p * (1.0 - p), slopes, slopes)
+        return curvature
 
-    def fit(
-        self,
-        rows: Outputs,
-        ridge: float,
-        tolerance: float,
-        *,
-        start: Tensor | None = None,
-        curvature: Tensor | None = None,
-    ) -> Tensor:  # (2, C)
-        """The departure of the least loss with its penalty: there is one, since both are convex."""
-        moved = start if start is not None else self.start(rows)
-        curvature = curvature if curvature is not None else self.curvature(rows)
+    def fit(self, rows: Outputs, ridge: float, tolerance: float) -> Tensor:  # (C, 2)
+        """The departure that minimizes the loss with its penalty; there is one, since both are convex."""
+        classes, device = rows.outputs.shape[1], rows.outputs.device
+        whitened = torch.zeros(classes, 2, 1, dtype=torch.float64, device=device, requires_grad=True)
+        if math.isinf(ridge):
+            return whitened.detach().squeeze(-1)
         # Coordinates in which each class has unit curvature: L-BFGS needs tens of steps there and hundreds elsewhere.
-        factor = torch.linalg.cholesky(curvature + ridge * torch.eye(2, dtype=torch.float64, device=curvature.device))
-        whitened = torch.einsum("cij,ic->jc", factor, moved).contiguous().requires_grad_()
-        optimiser = torch.optim.LBFGS(
-            [whitened], max_iter=STEPS, tolerance_grad=tolerance, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+        identity = torch.eye(2, dtype=torch.float64, device=device)
+        factor = torch.linalg.cholesky(self.curvature(rows) + ridge * identity)
+        optimizer = torch.optim.LBFGS(
+            [whitened], 1.0, MAX_STEPS, tolerance_grad=tolerance, tolerance_change=1e-14, line_search_fn="strong_wolfe"
         )
 
-        def colour() -> Tensor:
-            return torch.linalg.solve_triangular(factor.mT, whitened.detach().T[..., None], upper=True).squeeze(-1).T
+        def departure() -> Tensor:  # (C, 2)
+            return torch.linalg.solve_triangular(factor.mT, whitened.detach(), upper=True).squeeze(-1)
 
         def step() -> float:
-            at = colour()
-            loss, slope = self.loss(rows, at)
-            slope = (slope + ridge * at).T[..., None]
-            whitened.grad = torch.linalg.solve_triangular(factor, slope, upper=False).squeeze(-1).T.contiguous()
-            return loss + 0.5 * ridge * float(at.square().sum())
+            here = departure()
+            loss, gradient = self.loss(rows, here)
+            gradient = (gradient + ridge * here)[..., None]
+            whitened.grad = torch.linalg.solve_triangular(factor, gradient, upper=False)
+            return loss + 0.5 * ridge * float(here.square().sum())
 
-        optimiser.step(step)
-        return colour()
+        optimizer.step(step)
+        return departure()
 
 
 def best_ridge(base: Base, job: Job, seed: int) -> float:
-    """The ridge whose fits predict best what they have not seen, from infinity downwards."""
+    """The ridge whose fits predict other rows best: those of `val`, or those left out in cross-validation."""
     splits = list(folds(job.train, seed)) if job.val is None else [(job.train, job.val)]
-    curvatures = [base.curvature(seen) for seen, _ in splits]
-    moved = [base.start(seen) for seen, _ in splits]
-    best, least, since = (
-        math.inf,
-        sum(base.loss(unseen, at)[0] for (_, unseen), at in zip(splits, moved, strict=True)),
-        0,
-    )
+    best, least, worse = math.inf, math.inf, 0
     for ridge in RIDGES:
-        moved = [
-            base.fit(seen, ridge, ROUGHLY, start=at, curvature=curvature)
-            for (seen, _), at, curvature in zip(splits, moved, curvatures, strict=True)
-        ]
-        score = sum(base.loss(unseen, at)[0] for (_, unseen), at in zip(splits, moved, strict=True))
-        since += 1
-        if score < least:
-            best, least, since = ridge, score, 0
-        elif since == PATIENCE:
+        fits = [(base.fit(train, ridge, SEARCH_TOLERANCE), test) for train, test in splits]
+        score = sum(base.loss(test, departure)[0] for departure, test in fits)
+        best, least, worse = (ridge, score, 0) if score < least else (best, least, worse + 1)
+        if worse == PATIENCE:
             break
     return best
 
 
 def folds(rows: Outputs, seed: int) -> Iterator[tuple[Outputs, Outputs]]:
-    """Rows to fit on and rows to judge by, several times over."""
-    rows = rows.only().spread(CHOSEN_ON)
+    """Rows to fit on and rows to test on, several times."""
+    rows = rows.only().spread(MAX_ROWS)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).to(rows.outputs.device)
     count = min(FOLDS, len(rows))
     for fold in range(count):
@@ -226,11 +200,11 @@ def folds(rows: Outputs, seed: int) -> Iterator[tuple[Outputs, Outputs]]:
         yield rows[order[~inside]], rows[order[inside]]
 
 
-def centred(outputs: Tensor) -> Tensor:
-    """Logits without their mean over the classes: what is added to all of them means nothing, and must not here."""
+def centered(outputs: Tensor) -> Tensor:
+    """Logits without their mean over the classes: a constant added to all of them has no meaning, and no effect."""
     return outputs - outputs.mean(-1, keepdim=True)
 
 
-def centred_parts(rows: Outputs) -> Iterator[tuple[Tensor, Tensor]]:
+def centered_blocks(rows: Outputs) -> Iterator[tuple[Tensor, Tensor]]:
     assert rows.targets is not None
-    return ((centred(f), y) for f, y in blocks(rows.outputs, rows.targets))
+    return ((centered(f), y) for f, y in blocks(rows.outputs, rows.targets))

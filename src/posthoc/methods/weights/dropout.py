@@ -1,23 +1,21 @@
-"""MC dropout: the network's own dropout layers left on when it predicts."""
+"""MC dropout: the network's own dropout layers stay on when it predicts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from posthoc.base import Fitted, Job, SeedConfig, option
+from posthoc.base import SeedConfig, option
 from posthoc.collect.loaders import Batch
 from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood
-from posthoc.methods.weights.network import seeded
-from posthoc.methods.weights.sampling import DrawingMethod
+from posthoc.methods.weights.network import DrawingMethod, seeded
 
 __all__ = ["Dropout"]
 
@@ -32,8 +30,8 @@ class DropoutConfig(SeedConfig):
 class Dropout(DrawingMethod):
     """Predictions averaged over several runs of the network with dropout on.
 
-    In regression the noise is what the spread of the runs leaves of their residuals, on `val` or, without it, on the
-    data of the fit.
+    In regression the noise variance has the greatest likelihood given the spread of the runs, on `val` or, without it,
+    on the data of the fit.
 
     Args:
         model: An `nn.Module` with dropout layers.
@@ -58,46 +56,41 @@ class Dropout(DrawingMethod):
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         super().__init__(model, likelihood, **options)
-        if not dropouts(self.module):
+        if not dropout_layers(self.module):
             raise OptionError(
                 f"dropout needs a network with dropout layers, got a {type(self.module).__name__} without any. "
                 "Use another method, such as fmgp."
             )
 
-    def _fit(self, job: Job) -> Fitted:
-        fitted = Fitted(self._start(job))
-        self._fit_noise(fitted.likelihood, job, partial(self._draws, fitted))
-        return fitted
-
-    def _draws(self, fitted: Fitted, batch: Batch) -> Tensor:  # (S, N, ...)
+    def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
         # The same seed for every batch, so that equal batches have equal predictions.
-        with seeded(self.config.seed, self.module_device), dropping(self.module):
+        with seeded(self.config.seed, self.module_device), dropout_on(self.module):
             return torch.stack([self._answer(self.module, batch) for _ in range(self.config.samples)])
 
 
-def dropouts(network: nn.Module) -> list[nn.Module]:
+def dropout_layers(network: nn.Module) -> list[nn.Module]:
     """The parts that drop something when they train, and change nothing else."""
-    return [part for part in network.modules() if dropped(part) > 0.0]
+    return [part for part in network.modules() if dropout_rate(part) > 0.0]
 
 
-def dropped(part: nn.Module) -> float:
-    """The share that a part drops: a dropout layer, or what has one of its own inside."""
+def dropout_rate(part: nn.Module) -> float:
+    """The rate of a dropout layer, or of the dropout inside an attention or recurrent layer."""
     if isinstance(part, _DropoutNd):
         return part.p
     return part.dropout if isinstance(part, nn.MultiheadAttention | nn.RNNBase) else 0.0
 
 
 @contextmanager
-def dropping(network: nn.Module) -> Iterator[None]:
+def dropout_on(network: nn.Module) -> Iterator[None]:
     """Dropout on, and everything else in eval mode."""
-    parts, fast = dropouts(network), torch.backends.mha.get_fastpath_enabled()
-    # PyTorch's transformers have a way through their layers in eval mode that leaves dropout out.
+    layers, fast_path = dropout_layers(network), torch.backends.mha.get_fastpath_enabled()
+    # The fast path of PyTorch's transformers in eval mode leaves dropout out.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        for part in parts:
-            part.training = True
+        for layer in layers:
+            layer.training = True
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for part in parts:
-            part.training = False
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for layer in layers:
+            layer.training = False

@@ -1,20 +1,18 @@
-"""Deep ensemble: several networks, trained alike from different starts, that answer together."""
+"""Deep ensemble: the average over several networks, trained alike from different starts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import Fitted, Job
 from posthoc.collect.loaders import Batch
 from posthoc.collect.network import run_network
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood
-from posthoc.methods.weights.sampling import DrawingMethod
+from posthoc.methods.weights.network import DrawingMethod
 
 __all__ = ["Ensemble"]
 
@@ -22,9 +20,9 @@ __all__ = ["Ensemble"]
 class Ensemble(DrawingMethod):
     """Predictions averaged over several networks.
 
-    Class probabilities are averaged, not logits. In regression the noise is what is left of the residuals of the
-    average, on `val` or, without it, on the data of the fit. A head holds that noise and the networks' fingerprint:
-    load it with the same networks, in the same order.
+    Class probabilities are averaged, not logits. In regression the noise variance has the greatest likelihood given
+    the variance between the networks, on `val` or, without it, on the data of the fit. A head holds that noise and the
+    networks' fingerprint: load it with the same networks, in the same order.
 
     Args:
         model: A list of networks.
@@ -42,21 +40,15 @@ class Ensemble(DrawingMethod):
     name = "ensemble"
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
-        super().__init__(together(model), likelihood, **options)
+        super().__init__(as_members(model), likelihood, **options)
 
-    def _fit(self, job: Job) -> Fitted:
-        fitted = Fitted(self._start(job))
-        self._fit_noise(fitted.likelihood, job, partial(self._draws, fitted))
-        return fitted
-
-    def _draws(self, fitted: Fitted, batch: Batch) -> Tensor:  # (S, N, ...)
-        members = self.module
-        assert isinstance(members, Members)
-        return alike([self._answer(network, batch) for network in members.networks])
+    def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
+        assert isinstance(self.module, Members)
+        return stacked([self._answer(network, batch) for network in self.module.networks])
 
 
 class Members(nn.Module):
-    """Several networks as one, which says what they say on average."""
+    """Several networks as one, whose output is the mean of theirs."""
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -64,16 +56,15 @@ class Members(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The mean of their outputs."""
-        return alike([run_network(network, Batch(args, kwargs, None)) for network in self.networks]).mean(0)
+        return stacked([run_network(network, Batch(args, kwargs, None)) for network in self.networks]).mean(0)
 
 
-def together(model: Any) -> Any:
-    """A list of networks as one; anything else that is no network is for others to refuse."""
-    if isinstance(model, Members):
-        return model
+def as_members(model: Any) -> Any:
+    """A list of networks as one module. What is neither a network nor a list is returned, for `NetworkMethod` to
+    refuse."""
     if isinstance(model, nn.ModuleList):
         model = list(model)
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and not isinstance(model, Members):
         raise OptionError(
             f"ensemble averages several networks, got one {type(model).__name__}: give a list, "
             "Ensemble([first, second], ...). For one network use another method, such as fmgp."
@@ -89,7 +80,7 @@ def together(model: Any) -> Any:
     return Members(model)
 
 
-def alike(outputs: list[Tensor]) -> Tensor:  # (S, N, ...)
+def stacked(outputs: list[Tensor]) -> Tensor:  # (S, N, ...)
     """The outputs of several networks, if they have the same shape."""
     if len(shapes := {tuple(each.shape) for each in outputs}) > 1:
         raise DataError(f"Expected networks with as many outputs each, got outputs of shapes {sorted(shapes)}.")

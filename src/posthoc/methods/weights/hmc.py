@@ -1,4 +1,4 @@
-"""Hamiltonian Monte Carlo over all the weights of a small network: the posterior itself, for those who can wait."""
+"""Hamiltonian Monte Carlo over all the weights of a small network: the reference, where time does not matter."""
 
 from __future__ import annotations
 
@@ -13,28 +13,25 @@ import torch
 from torch import Tensor
 
 from posthoc.base import Fitted, Job, SeedConfig, option
-from posthoc.collect.loaders import Batch
-from posthoc.collect.network import evaluating
-from posthoc.errors import DataError, FileError, OptionError, PosthocWarning
+from posthoc.collect.loaders import Batch, change_tensors
+from posthoc.errors import OptionError, PosthocWarning
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.weights.flipout import Reweighted
-from posthoc.methods.weights.hmc_sampler import Chains, WeightPosterior, diagnose, noise_bound, sample
-from posthoc.methods.weights.network import LabelledBatch, seeded
-from posthoc.methods.weights.sampling import DrawingMethod
+from posthoc.methods.weights.hmc_sampler import WeightPosterior, sample
+from posthoc.methods.weights.network import DrawingMethod, LabelledBatch, seeded
 from posthoc.optional import require
 from posthoc.training import single_thread
 
 __all__ = ["HMC"]
 
-MOST_WORK = 1e15
-"""Multiplications of the longest run that is started,"""
-A_SECOND = 1e10
-"""at so many a second: more than a day."""
-MOST_BYTES = 2**33
-"""Memory for the draws, at most."""
-SMALL = 2e7
-"""Multiplications of a gradient, below which threads cost more than they save."""
+MAX_WORK = 1e15
+"""The largest number of multiplications of a run that is started."""
+WORK_PER_SECOND = 1e10
+"""Multiplications in a second, for the message about runs that are not."""
+MAX_BYTES = 2**33
+"""The largest memory for the draws."""
+SINGLE_THREAD_WORK = 2e7
+"""Multiplications of a gradient below which one thread is faster than several."""
 ROWS = 2**14
 """Rows of arrays that the network is run on at a time."""
 
@@ -77,6 +74,7 @@ class HMC(DrawingMethod):
     name = "hmc"
     Config = HMCConfig
     config: HMCConfig
+    _fitted: FittedHMC | None
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         super().__init__(model, likelihood, **options)
@@ -86,137 +84,105 @@ class HMC(DrawingMethod):
     def diagnostics(self) -> dict[str, Any]:
         """Whether the chains agree: `r_hat`, `ess`, the same of the weights, `divergences` and `step_sizes`."""
         self._require_fitted("diagnostics")
-        assert isinstance(self._fitted, FittedHMC)
+        assert self._fitted is not None
         return self._fitted.diagnostics
 
     def _fit(self, job: Job) -> FittedHMC:
+        options, device = self.config, self.module_device
         free = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not free:
             raise OptionError(
                 "hmc samples the weights that require a gradient, got a network whose weights are all frozen: call "
                 "requires_grad_(True) on it, or on the layers to sample."
             )
-        work = self._afford(sum(p.numel() for p in free.values()), len(job.train))
+        work = self._gradient_work(sum(p.numel() for p in free.values()), len(job.train))
         likelihood = self._start(job)
-        with evaluating(self.module), seeded(self.config.seed, self.module_device):
+        with seeded(options.seed, device):  # for a loader that shuffles
             posterior, trained = self._posterior(job, likelihood, list(free))
-        with (
-            seeded(self.config.seed, self.module_device),
-            single_thread(work < SMALL),
-        ):  # whatever a loader has drawn before
-            prior_draws = [
-                self.config.prior_precision**-0.5 * torch.randn_like(trained) for _ in range(self.config.chains - 1)
-            ]
-            chains = sample(
+        with seeded(options.seed, device), single_thread(work < SINGLE_THREAD_WORK):
+            others = [options.prior_precision**-0.5 * torch.randn_like(trained) for _ in range(options.chains - 1)]
+            weights, noise, diagnostics = sample(
                 posterior,
-                [trained, *prior_draws],
-                samples=self.config.samples,
-                warmup=self.config.warmup,
-                max_tree_depth=self.config.max_tree_depth,
-                progress=self.config.progress,
+                [trained, *others],
+                samples=options.samples,
+                warmup=options.warmup,
+                max_tree_depth=options.max_tree_depth,
+                progress=options.progress,
             )
-            diagnostics = diagnose(posterior, chains)
-        self._warn_of_chains(diagnostics)
-        return self._kept(chains, likelihood, list(free), diagnostics)
+        if options.max_r_hat is not None and diagnostics["r_hat"] > options.max_r_hat:
+            diverged = sum(diagnostics["divergences"])
+            warnings.warn(
+                f"The chains do not agree: R-hat is {diagnostics['r_hat']:.2f} (above {options.max_r_hat:g}), and the "
+                f"draws are worth {diagnostics['ess']:.0f} independent ones"
+                + (f"; {diverged} of them diverged" if diverged else "")
+                + ". Use more warmup and samples, or a greater max_tree_depth.",
+                PosthocWarning,
+                stacklevel=4,
+            )
+        if noise is not None:
+            assert isinstance(likelihood, Gaussian)
+            noise = noise.flatten(0, 1) * likelihood.scale.square()
+            # The variance of a mixture of Gaussians contains the mean of their variances.
+            likelihood.set_noise(noise.mean(0))
+        return FittedHMC(likelihood, weights.flatten(0, 1).to(self.backbone.dtype), noise, list(free), diagnostics)
 
-    def _afford(self, weights: int, points: int) -> float:
-        """Refuses what would not end; returns the multiplications of one gradient, forwards and back."""
-        everything = sum(p.numel() for p in self.module.parameters())
-        gradient = 2.0 * points * (everything + 2 * weights)
-        draws = self.config.chains * (self.config.warmup + self.config.samples)
-        work, needed = (
-            gradient * draws * 2.0**self.config.max_tree_depth,
-            8 * weights * self.config.chains * self.config.samples,
-        )
-        if work > MOST_WORK or needed > MOST_BYTES:
-            hours = work / A_SECOND / 3600
+    def _gradient_work(self, weights: int, points: int) -> float:
+        """The multiplications of one gradient, forward and back. Refuses runs that would take days."""
+        options = self.config
+        gradient = 2.0 * points * (sum(p.numel() for p in self.module.parameters()) + 2 * weights)
+        draws, steps = options.chains * (options.warmup + options.samples), 2**options.max_tree_depth
+        work, memory = gradient * draws * float(steps), 8 * weights * options.chains * options.samples
+        if work > MAX_WORK or memory > MAX_BYTES:
             raise OptionError(
-                f"hmc would take up to {work:.0e} multiplications, about {hours:,.0f} hours of a processor, and "
-                f"{needed / 2**30:.1f} GB for its draws ({weights:,} weights, {points:,} points, {draws:,} draws of "
-                f"up to {2**self.config.max_tree_depth:,} gradients each); it starts on no more than {MOST_WORK:.0e} "
-                f"and {MOST_BYTES / 2**30:.0f} GB. Give it fewer points, draws or max_tree_depth, freeze all but the "
-                "last layers, or use a method that scales, such as fmgp, laplace or mfvi."
+                f"hmc would take up to {work:.0e} multiplications, about {work / WORK_PER_SECOND / 3600:,.0f} hours of "
+                f"a processor, and {memory / 2**30:.1f} GB for its draws ({weights:,} weights, {points:,} points, "
+                f"{draws:,} draws of up to {steps:,} gradients each); the limits are {MAX_WORK:.0e} and "
+                f"{MAX_BYTES / 2**30:.0f} GB. Give it fewer points, draws or max_tree_depth, freeze all but the last "
+                "layers, or use a method that scales, such as fmgp, laplace or mfvi."
             )
         return gradient
 
     def _posterior(self, job: Job, likelihood: Likelihood, names: list[str]) -> tuple[WeightPosterior, Tensor]:
-        """The posterior in float64 on a copy of the network, and where in it the trained network is."""
+        """The posterior on a copy of the network in float64, and the trained weights in it."""
         device = self.module_device or torch.device("cpu")
         device = torch.device("cpu") if device.type == "mps" else device  # which has no float64
         network = copy.deepcopy(self.module).to(device, torch.float64).eval().requires_grad_(False)
-        parameters = dict(network.named_parameters())
-        shapes = {name: parameters[name].shape for name in names}
+        parameters = {name: p for name, p in network.named_parameters() if name in names}
+
+        def to_float64(value: Any) -> Any:
+            is_real = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(device, torch.float64) if is_real else value.to(device)
 
         def answer(weights: Tensor, labelled: LabelledBatch) -> Tensor:
-            return self._answer(Reweighted(network, unpacked(weights, shapes)), labelled.batch)
+            return self._answer(network, labelled.batch, split(weights, parameters))
 
-        batches = joined([self._in_float64(batch, device) for batch in self._batches(job.data, ROWS)])
-        trained = torch.cat([parameters[name].reshape(-1) for name in names])
-        targets = torch.cat([b.target for b in batches])
-        bound = noise_bound(likelihood.to(device), targets)
-        weight = job.num_data / len(targets)
-        return WeightPosterior(answer, batches, likelihood, self.config.prior_precision, bound, weight), trained
-
-    def _in_float64(self, batch: Batch, device: torch.device) -> LabelledBatch:
-        def precise(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return value.to(device, torch.float64 if value.is_floating_point() else None)
-
-        if batch.target is None:
-            raise DataError("Expected targets to fit on: batches (x, y), or mappings with labels.")
-        args, kwargs = tuple(map(precise, batch.args)), {name: precise(value) for name, value in batch.kwargs.items()}
-        with torch.no_grad():
-            said = self._answer(self.module, batch)
-        target = self._likelihood.check_targets(batch.target, said)
-        return LabelledBatch(Batch(args, kwargs, None), precise(target))
-
-    def _kept(self, chains: Chains, likelihood: Likelihood, names: list[str], diagnostics: dict[str, Any]) -> FittedHMC:
-        weights, noise = chains.weights.flatten(0, 1).to(self._known_backbone.dtype), None
-        if chains.noise is not None:
-            assert isinstance(likelihood, Gaussian)
-            noise = chains.noise.flatten(0, 1) * likelihood.scale.square()
-            # The variance of a mixture of Gaussians contains the mean of their variances.
-            likelihood.set_noise(noise.mean(0))
-        return FittedHMC(likelihood, weights, noise, names, diagnostics)
-
-    def _warn_of_chains(self, diagnostics: dict[str, Any]) -> None:
-        r_hat, limit = diagnostics["r_hat"], self.config.max_r_hat
-        if limit is not None and r_hat > limit:
-            diverged = sum(diagnostics["divergences"])
-            warnings.warn(
-                f"The chains do not agree: R-hat is {r_hat:.2f} (above {limit:g}), and the draws are worth "
-                f"{diagnostics['ess']:.0f} independent ones"
-                + (f"; {diverged} of them diverged" if diverged else "")
-                + ". Use more warmup and samples, or a greater max_tree_depth.",
-                PosthocWarning,
-                stacklevel=5,
-            )
+        batches = []
+        for raw in self._batches(job.data, ROWS):
+            args, kwargs, target = change_tensors(tuple(raw), to_float64)
+            batch = Batch(tuple(args), kwargs, None)
+            batches.append(LabelledBatch(batch, likelihood.check_targets(target, self._answer(network, batch))))
+        trained = torch.cat([p.reshape(-1) for p in parameters.values()])
+        multiplicity = job.num_data / sum(len(batch.target) for batch in batches)
+        precision = self.config.prior_precision
+        return WeightPosterior(answer, batches, likelihood.to(device), precision, multiplicity), trained
 
     def _draws(self, fitted: FittedHMC, batch: Batch) -> Tensor:  # (S, N, ...)
-        parameters = dict(self.module.named_parameters())
-        shapes = {name: parameters[name].shape for name in fitted.names}
-        outputs = []
-        for weights in fitted.weights.to(parameters[fitted.names[0]].device):
-            # Copies, since where numbers lie in memory decides how they are rounded, and a file puts them elsewhere.
-            values = {name: part.clone() for name, part in unpacked(weights, shapes).items()}
-            outputs.append(self._answer(Reweighted(self.module, values), batch))
-        return torch.stack(outputs)
+        parameters = {name: p for name, p in self.module.named_parameters() if name in fitted.names}
+        weights = fitted.weights.to(self.module_device)
+        return torch.stack([self._answer(self.module, batch, split(draw, parameters)) for draw in weights])
 
     def _blank(self, shapes: Mapping[str, Any]) -> FittedHMC:
-        parameters, names = dict(self.module.named_parameters()), shapes["names"]
-        if missing := set(names) - parameters.keys():
-            raise FileError(f"Expected a network with the weights {', '.join(sorted(missing))}, found none in it.")
-        draws, size = self.config.chains * self.config.samples, sum(parameters[name].numel() for name in names)
+        names, draws = shapes["names"], self.config.chains * self.config.samples
+        size = sum(self.module.get_parameter(name).numel() for name in names)
         likelihood, noise = self._blank_likelihood(), None
         if isinstance(likelihood, Gaussian):
             noise = torch.zeros(draws, math.prod(self._width or ()), dtype=torch.float64)
-        weights = torch.zeros(draws, size, dtype=self._known_backbone.dtype)
+        weights = torch.zeros(draws, size, dtype=self.backbone.dtype)
         return FittedHMC(likelihood, weights, noise, names, shapes["diagnostics"])
 
 
 class FittedHMC(Fitted):
-    """All draws of the weights and of the noise, and what the chains' diagnostics are."""
+    """All draws of the weights and of the noise, and the diagnostics of the chains."""
 
     def __init__(
         self,
@@ -226,9 +192,7 @@ class FittedHMC(Fitted):
         names: list[str],
         diagnostics: dict[str, Any],
     ) -> None:
-        super().__init__(likelihood)
-        self.register_buffer("weights", weights)
-        self.register_buffer("noise", noise)
+        super().__init__(likelihood, weights=weights, noise=noise)
         self.weights: Tensor
         self.noise: Tensor | None
         self.names, self.diagnostics = names, diagnostics
@@ -237,16 +201,10 @@ class FittedHMC(Fitted):
         return {"names": self.names, "diagnostics": self.diagnostics}
 
 
-def joined(batches: list[LabelledBatch]) -> list[LabelledBatch]:
-    """All batches as one, where they are nothing but tensors of one shape: every gradient runs over all of them."""
-    widths = {tuple(x.shape[1:] if isinstance(x, Tensor) else None for x in b.batch.args) for b in batches}
-    if len(widths) > 1 or None in next(iter(widths)) or any(b.batch.kwargs for b in batches):
-        return batches
-    args = tuple(torch.cat(parts) for parts in zip(*(b.batch.args for b in batches), strict=True))
-    return [LabelledBatch(Batch(args, {}, None), torch.cat([b.target for b in batches]))]
+def split(weights: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A flat vector as values of the parameters, in their order.
 
-
-def unpacked(weights: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    """A flat vector as the parameters it was made of."""
-    parts = weights.split([shape.numel() for shape in shapes.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    The values are copies, since the place of numbers in memory decides how they are rounded, and a file changes it.
+    """
+    parts = weights.split([p.numel() for p in parameters.values()])
+    return {name: part.view(p.shape).clone() for (name, p), part in zip(parameters.items(), parts, strict=True)}

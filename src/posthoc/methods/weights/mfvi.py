@@ -1,30 +1,34 @@
-"""MFVI: a Gaussian around every weight of the trained network, its width learnt (mean-field variational inference)."""
+"""MFVI: mean-field variational inference around the trained weights, fine-tuned with flipout."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from posthoc.base import Fitted, Job, TrainingConfig, option
 from posthoc.collect.loaders import Batch
 from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.weights.finetuning import FinetunedMethod
-from posthoc.methods.weights.flipout import Reweighted, flipout, layers, noisy_parameters, sampled
-from posthoc.methods.weights.sampling import NamedTensors
+from posthoc.methods.weights.network import FinetunedMethod
 from posthoc.predictive.base import Predictive
 
-__all__ = ["MFVI", "MeanField"]
+__all__ = ["MFVI"]
 
-SCORED = 8
-"""Draws by which training is stopped early; a prediction has more."""
+SCORE_SAMPLES = 8
+"""Draws for a validation score; a prediction has more."""
+KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+FORWARDS = {kind.forward for kind in KINDS}
+"""The layers that get noise. A subclass with a forward of its own may do anything with its weights, and gets none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +73,11 @@ class MFVI(FinetunedMethod):
     Config = MFVIConfig
     config: MFVIConfig
     trains = True
+    _fitted: FittedMFVI | None
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         super().__init__(model, likelihood, **options)
-        if not layers(self.module):
+        if not noisy_layers(self.module):
             raise OptionError(
                 f"mfvi puts noise on Linear and convolution layers, got a {type(self.module).__name__} without any. "
                 "Use another method, such as fmgp."
@@ -82,43 +87,34 @@ class MFVI(FinetunedMethod):
     def log_std(self) -> dict[str, Tensor]:
         """log σ of every weight with noise, by parameter name."""
         self._require_fitted("log_std")
-        assert isinstance(self._fitted, FittedMFVI)
+        assert self._fitted is not None
         return self._fitted.log_std.as_dict()
 
     @property
     def mean(self) -> dict[str, Tensor]:
         """μ of every weight with noise, by parameter name."""
         own = {name: p.detach() for name, p in self.module.named_parameters() if name in self.log_std}
-        assert isinstance(self._fitted, FittedMFVI)
+        assert self._fitted is not None
         return self._fitted.moved.as_dict() or own
 
     def _finetune(self, job: Job) -> FittedMFVI:
-        if not noisy_parameters(self.module):
-            raise OptionError(
-                "mfvi puts noise on the weights of Linear and convolution layers, and all of them are frozen: set "
-                "requires_grad to True for those that may have it."
-            )
         network = copy.deepcopy(self.module).eval()
         likelihood = self._start(job).to(self.module_device)
-        q = MeanField(
-            self._weights_that_run(network, job.data), self.config.initial_std, moves=self.config.means == "moved"
-        )
+        weights = self._used_weights(network, next(self._batches(job.data)))
+        q = MeanField(weights, self.config.initial_std, moves=self.config.means == "moved")
         network.requires_grad_(False)
-        generator = torch.Generator(self.module_device or "cpu").manual_seed(self.config.seed)
-        moving = Reweighted(network, {})
+        generator = self._generator()
 
         def answer(batch: Batch) -> Tensor:
-            if q.moves:
-                moving.call = network, q.mean()
             with flipout(network, q.std(), generator):
-                return self._answer(moving if q.moves else network, batch)
+                return self._answer(network, batch, q.mean() if q.moves else None)
 
         def predict(batch: Batch) -> Predictive:
-            draws = self._drawn(network, batch, q.mean(), q.std(), min(SCORED, self.config.samples))
-            return likelihood.predictive_from_draws(draws)
+            samples = min(SCORE_SAMPLES, self.config.samples)
+            return likelihood.predictive_from_draws(self._outputs_of(network, batch, q.mean(), q.std(), samples))
 
-        likelihood.requires_grad_(isinstance(likelihood, Gaussian))  # its noise is learnt, a temperature is not
-        history = self._minimize(
+        likelihood.requires_grad_(isinstance(likelihood, Gaussian))  # its noise is learned, a temperature is not
+        self.history = self._minimize(
             job,
             likelihood,
             [*q.parameters(), *likelihood.parameters()],
@@ -127,40 +123,43 @@ class MFVI(FinetunedMethod):
             predict=predict,
             generator=generator,
         )
-        log_std = {name: value.detach() for name, value in q.log_std.items()}
-        moved = {name: value.detach() for name, value in q.mean().items()} if q.moves else {}
-        self.history = history
-        return FittedMFVI(likelihood.requires_grad_(False), log_std, moved)
+        moved = q.mean() if q.moves else {}
+        return FittedMFVI(likelihood.requires_grad_(False), q.log_std, moved)
 
-    def _weights_that_run(self, network: nn.Module, data: Any) -> dict[str, Tensor]:
-        """The weights that one batch shows to be used by their layers' own forward. Others would never see the data,
-        only the prior, though something else (such as attention) may read them."""
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self.module_device or "cpu").manual_seed(self.config.seed)
+
+    def _used_weights(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The weights that their layers' own forward uses on a batch. Others would never see the data, only the prior,
+        though something else (such as attention) may read them."""
         weights = noisy_parameters(network)
-        none = {name: torch.zeros_like(p) for name, p in weights.items()}
-        generator = torch.Generator(self.module_device or "cpu")
-        with torch.no_grad(), flipout(network, none, generator) as draw:
-            self._answer(network, self._first_batch(data))
-        if not draw.deltas:
-            raise OptionError("mfvi found no Linear or convolution layer at work when the network ran.")
-        return {name: p.detach() for name, p in weights.items() if name in draw.deltas}
+        zeros = {name: torch.zeros_like(p) for name, p in weights.items()}
+        with torch.no_grad(), flipout(network, zeros, self._generator()) as used:
+            self._answer(network, batch)
+        if not used:
+            raise OptionError(
+                "mfvi puts noise on the weights of Linear and convolution layers, and all of them are frozen, or not "
+                "used when the network runs: set requires_grad to True for those that may have it."
+            )
+        return {name: p.detach() for name, p in weights.items() if name in used}
 
     def _draws(self, fitted: FittedMFVI, batch: Batch) -> Tensor:  # (S, N, ...)
         fitted.to(self.module_device)
         std = {name: value.exp() for name, value in self.log_std.items()}
-        return self._drawn(self.module, batch, self.mean, std, self.config.samples)
+        return self._outputs_of(self.module, batch, self.mean, std, self.config.samples)
 
-    def _drawn(
+    def _outputs_of(
         self, network: nn.Module, batch: Batch, mean: Mapping[str, Tensor], std: Mapping[str, Tensor], samples: int
     ) -> Tensor:  # (S, N, ...)
-        generator = torch.Generator(self.module_device or "cpu").manual_seed(self.config.seed)
-        weights = (sampled(mean, std, generator) for _ in range(samples))  # one at a time: each is a whole network
-        return torch.stack([self._answer(Reweighted(network, drawn), batch) for drawn in weights])
+        """The outputs with several draws of the weights."""
+        generator = self._generator()
+        weights = (draw_weights(mean, std, generator) for _ in range(samples))  # one at a time: each is a network
+        return torch.stack([self._answer(network, batch, drawn) for drawn in weights])
 
     def _blank(self, shapes: Mapping[str, Any]) -> FittedMFVI:
         parameters = dict(self.module.named_parameters())
-        log_std = {name: full(parameters[name].detach(), 0.0).detach() for name in shapes["weights"]}
-        moved = {name: parameters[name].detach().clone() for name in shapes["moved"]}
-        return FittedMFVI(self._blank_likelihood(), log_std, moved)
+        log_std = {name: full(parameters[name], 0.0) for name in shapes["weights"]}
+        return FittedMFVI(self._blank_likelihood(), log_std, {name: parameters[name] for name in shapes["moved"]})
 
 
 class FittedMFVI(Fitted):
@@ -174,11 +173,25 @@ class FittedMFVI(Fitted):
         return {"weights": list(self.log_std.as_dict()), "moved": list(self.moved.as_dict())}
 
 
+class NamedTensors(nn.Module):
+    """Copies of tensors as buffers, by the names of parameters, which have dots in them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name.replace(".", "/"), tensor.detach().clone())
+
+    def as_dict(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {name.replace("/", "."): tensor for name, tensor in self.named_buffers()}
+
+
 class MeanField:
-    """q(w) = Π N(w | μ, σ²) over weights by name, with log σ to be learnt, and μ too if it `moves`.
+    """q(w) = Π N(w | μ, σ²) over weights by name, with log σ to be learned, and μ too if it `moves`.
 
     A mean moves in units of its first σ: one learning rate then suits both, and takes small steps from what was
-    trained."""
+    trained.
+    """
 
     def __init__(self, weights: Mapping[str, Tensor], initial_std: float, *, moves: bool) -> None:
         self.weights, self.moves = weights, moves
@@ -189,10 +202,9 @@ class MeanField:
         self.log_std = {name: full(w, math.log(self.unit[name])) for name, w in weights.items()}
         self.shift = {name: full(w, 0.0) for name, w in weights.items()} if moves else {}
 
-    def parameters(self) -> Iterator[Tensor]:
-        """All that is learnt."""
-        yield from self.log_std.values()
-        yield from self.shift.values()
+    def parameters(self) -> list[Tensor]:
+        """The tensors that are learned."""
+        return [*self.log_std.values(), *self.shift.values()]
 
     def std(self) -> dict[str, Tensor]:
         """σ."""
@@ -200,8 +212,8 @@ class MeanField:
 
     def mean(self) -> dict[str, Tensor]:
         """μ."""
-        moved = {name: (self.unit[name] * by).to(self.weights[name].dtype) for name, by in self.shift.items()}
-        return {name: w + moved[name] if moved else w for name, w in self.weights.items()}
+        shift = {name: (self.unit[name] * value).to(self.weights[name].dtype) for name, value in self.shift.items()}
+        return {name: w + shift[name] if self.moves else w for name, w in self.weights.items()}
 
     def kl(self, precision: float) -> Tensor:  # (), float64
         """KL(q | N(0, 1/precision)) = ½ Σ (precision (σ² + μ²) - 1 - log(precision σ²))."""
@@ -216,5 +228,88 @@ class MeanField:
 
 def full(like: Tensor, value: float) -> Tensor:
     """A parameter of that shape, never in half precision."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    return torch.full_like(like, value, dtype=dtype).requires_grad_()
+    return torch.full_like(like, value, dtype=torch.promote_types(like.dtype, torch.float32)).requires_grad_()
+
+
+def noisy_layers(network: nn.Module) -> list[nn.Module]:
+    """The Linear and convolution layers."""
+    return [part for part in network.modules() if isinstance(part, KINDS) and type(part).forward in FORWARDS]
+
+
+def noisy_parameters(network: nn.Module) -> dict[str, Tensor]:
+    """The weights and biases of Linear and convolution layers by name, except those that a layer of another kind
+    shares, and frozen ones."""
+    layers = set(noisy_layers(network))
+    own = {id(layer._parameters.get(part)) for layer in layers for part in ("weight", "bias")}
+    others = {id(p) for part in network.modules() if part not in layers for p in part._parameters.values()}
+    return {name: p for name, p in network.named_parameters() if id(p) in own - others and p.requires_grad}
+
+
+def draw_weights(
+    mean: Mapping[str, Tensor], std: Mapping[str, Tensor], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """One draw of all weights, in the order of their names, which a file may have changed."""
+    return {name: mean[name] + normal(std[name], generator).to(mean[name].dtype) for name in sorted(std)}
+
+
+def normal(std: Tensor, generator: torch.Generator) -> Tensor:
+    return std * torch.randn(std.shape, dtype=std.dtype, device=std.device, generator=generator)
+
+
+@contextmanager
+def flipout(network: nn.Module, std: Mapping[str, Tensor], generator: torch.Generator) -> Iterator[set[str]]:
+    """Inside, the network runs as if every example had weights of its own, w + σ∘ε, with σ given by parameter name
+    (Wen et al. 2018): one ΔW = σ∘ε for the batch, and signs r, s for each example n,
+
+        (W + ΔW∘r_n s_nᵀ) x_n = W x_n + r_n∘(ΔW (s_n∘x_n)).
+
+    The first axis of a layer's input counts the examples. A layer that runs twice, or shares its weights with another,
+    has the same noise each time. Yields the names of the parameters used so far.
+    """
+    names = {id(p): name for name, p in network.named_parameters() if name in std}
+    used: set[str] = set()
+
+    @functools.cache
+    def delta(name: str) -> Tensor:
+        """σ∘ε."""
+        used.add(name)
+        return normal(std[name], generator)
+
+    @functools.cache
+    def signs(name: str, side: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """±1."""
+        return (2 * torch.randint(2, shape, device=device, generator=generator) - 1).to(dtype)
+
+    def noise_hook(own: dict[str, str]) -> Callable[..., Tensor]:
+        key = own.get("weight") or own["bias"]
+
+        def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+            x: Tensor = args[0] if args else kwargs["input"]
+            deltas = {part: delta(name).to(output.dtype) for part, name in own.items()}
+            weight, bias = deltas.get("weight", torch.zeros_like(layer.weight)), deltas.get("bias")
+            flipped = x * signs(key, "in", sign_shape(layer, x), x.dtype, x.device)
+            if isinstance(layer, nn.Linear):
+                noise = F.linear(flipped, weight, bias)
+            else:
+                noise = layer._conv_forward(flipped, weight, bias)  # which knows its padding, stride and groups
+            return output + noise * signs(key, "out", sign_shape(layer, output), output.dtype, output.device)
+
+        return hook
+
+    with ExitStack() as stack:
+        for layer in noisy_layers(network):
+            parts = {part: names.get(id(layer._parameters.get(part))) for part in ("weight", "bias")}
+            if own := {part: name for part, name in parts.items() if name is not None}:
+                # Before the user's own hooks, which are to see what the layers after it see.
+                handle = layer.register_forward_hook(noise_hook(own), with_kwargs=True, prepend=True)
+                stack.callback(handle.remove)
+        yield used
+
+
+def sign_shape(layer: nn.Module, values: Tensor) -> tuple[int, ...]:
+    """One sign for each example and channel, shared by the places (or times) at which the same weights are used."""
+    if isinstance(layer, nn.Linear):
+        batch = values.shape[:1] if values.ndim > 1 else ()
+        return (*batch, *[1] * (values.ndim - len(batch) - 1), values.shape[-1])
+    places = len(layer.kernel_size)  # type: ignore[arg-type]
+    return (*values.shape[: values.ndim - places], *[1] * places)

@@ -1,83 +1,87 @@
-"""What methods share that need the network itself (its parameters, its gradients, or several runs of it)."""
+"""Methods that run the network themselves: on batches of data, with several sets of weights, or to fine-tune a copy."""
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import CHUNK, Method, require_finite_prediction
+from posthoc.base import CHUNK, Fitted, Job, Method, TrainingConfig, require_finite_prediction
 from posthoc.collect import opened
 from posthoc.collect.class_scores import as_logits
 from posthoc.collect.loaders import Batch, arrays, is_arrays, iterate, move, row_count, take, tensors_of
 from posthoc.collect.network import Backbone, evaluating, exclusive, run_network
 from posthoc.collect.outputs import Outputs, refuse_infinite
 from posthoc.errors import DataError, OptionError
-from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.base import Likelihood, columns
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.predictive.base import Predictive
+from posthoc.predictive.latent import ZeroLatent
+from posthoc.training import History, Ranks, train
 
-__all__ = ["LabelledBatch", "NetworkBatches", "NetworkMethod", "seeded"]
+__all__ = ["DrawingMethod", "FinetunedMethod", "LabelledBatch", "NetworkBatches", "NetworkMethod", "seeded"]
 
 
 class NetworkMethod(Method):
-    """A method that runs an `nn.Module` in a way of its own, so that outputs alone are not enough.
+    """A method that needs an `nn.Module`, not only its outputs.
 
-    A subclass fits on the batches that `_batches(job.data)` gives (`job.train` holds the network's outputs on them),
-    and its `_predictor` turns a `Batch` into predictions. It runs the network by `_answer`.
+    A subclass fits on the batches of `_batches(job.data)` (`job.train` holds the network's outputs on them). Its
+    `_predictor` maps a `Batch` to predictions. It runs the network by `_answer`.
     """
 
     black_box = False
+    backbone: Backbone
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         if not isinstance(model, nn.Module):
             found = "none" if model is None else f"a {type(model).__name__}"
-            raise OptionError(
-                f"{self.name} needs the network itself, an nn.Module, got {found}. "
-                f"The methods that need outputs alone are: {', '.join(black_box_methods())}."
-            )
+            raise OptionError(f"{self.name} needs the network itself, an nn.Module, got {found}. {alternatives()}")
         super().__init__(model, likelihood, **options)
         self.module = model
 
     @property
     def module_device(self) -> torch.device | None:
-        """Where the network is."""
-        return self._known_backbone.device
-
-    @property
-    def _known_backbone(self) -> Backbone:
-        assert self.backbone is not None
-        return self.backbone
+        """The device of the network; None if it has no weights and no device was given."""
+        return self.backbone.device
 
     def _check_data(self, data: Any) -> None:
         if isinstance(data, Outputs):
             raise DataError(
                 f"{self.name} runs the network: give what it takes (a DataLoader, a pair of arrays), not outputs. "
-                f"The methods that need outputs alone are: {', '.join(black_box_methods())}."
+                f"{alternatives()}"
             )
         if isinstance(data, Iterator):
             raise DataError(f"{self.name} reads the data more than once: give a DataLoader or arrays, no iterator.")
 
     def _batches(self, data: Any, size: int = 256) -> Iterator[Batch]:
-        """The batches of data, on the network's device, their numbers checked."""
-        backbone, seen = self._known_backbone, 0
+        """The batches of data on the network's device; raises where inputs are not finite."""
+        rows = 0
         for raw in iterate(data, size):
-            batch = backbone.place(raw)
-            given = tensors_of(batch)
-            for tensor in given:
-                refuse_infinite(tensor, "inputs", seen)
-            seen += len(given[0]) if given and given[0].ndim else 0
-            device = given[0].device if given else backbone.device or torch.device("cpu")
+            batch = self.backbone.place(raw)
+            tensors = tensors_of(batch)
+            for tensor in tensors:
+                refuse_infinite(tensor, "inputs", rows)
+            rows += len(tensors[0]) if tensors and tensors[0].ndim else 0
+            device = tensors[0].device if tensors else self.module_device or torch.device("cpu")
             yield batch._replace(target=move(batch.target, device) if batch.target is not None else None)
 
-    def _answer(self, network: nn.Module, batch: Batch) -> Tensor:  # (N, ...)
-        """What a network says of a batch: logits or regression outputs."""
-        said = run_network(network, batch, self._width)
-        single = self._likelihood.task == "classification" and said.shape[1:].numel() == 1
-        return as_logits(said, "logits") if single else said
+    def _answer(
+        self, network: nn.Module, batch: Batch, weights: Mapping[str, Tensor] | None = None
+    ) -> Tensor:  # (N, ...)
+        """The logits or regression outputs of a network, with these values in place of its parameters if given."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return torch.func.functional_call(network, dict(weights or {}), args, kwargs)
+
+        outputs = run_network(network if weights is None else call, batch, self._width)
+        single = self._likelihood.task == "classification" and outputs.shape[1:].numel() == 1
+        return as_logits(outputs, "logits") if single else outputs
 
     @torch.no_grad()
     def _predictions(
@@ -106,63 +110,189 @@ class NetworkMethod(Method):
         return False, False
 
 
+class DrawingMethod(NetworkMethod):
+    """A method whose prediction is the average over `_draws`.
+
+    A classifier's temperature is 1 unless the user fixed another. The noise of a regression is found by the method
+    itself, or by `_fit_noise`.
+    """
+
+    fixed_mean = False
+
+    def _fit(self, job: Job) -> Fitted:
+        fitted = Fitted(self._start(job))
+        self._fit_noise(fitted.likelihood, job, partial(self._draws, fitted))
+        return fitted
+
+    @abstractmethod
+    def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
+        """The outputs of several functions, the same functions for every batch."""
+
+    def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Batch], Predictive]:
+        def predict(batch: Batch) -> Predictive:
+            draws = self._draws(fitted, batch)
+            return fitted.likelihood.to(draws.device).predictive_from_draws(draws, covariance=covariance)
+
+        return predict
+
+    def _start(self, job: Job) -> Likelihood:
+        """A likelihood in the units of the data, without temperature and with noise of the residuals' size."""
+        likelihood = copy.deepcopy(self._likelihood).to(job.train.outputs.device)
+        likelihood.initialize(job.train.outputs, job.targets)
+        likelihood.reset()
+        return likelihood
+
+    @torch.no_grad()
+    def _fit_noise(self, likelihood: Likelihood, job: Job, draw: Callable[[Batch], Tensor]) -> None:
+        """Sets the noise variance of greatest likelihood on the validation data (or else the data), given the variance
+        of the draws; at least a hundredth of the mean squared residual."""
+        if not isinstance(likelihood, Gaussian):
+            return
+        data = job.val_data if job.val_data is not None else job.data
+        self._check_data(data)
+        squares: list[Tensor] = []
+        variances: list[Tensor] = []
+        with evaluating(self.module), exclusive(self.module):
+            for batch in self._batches(data):
+                draws = draw(batch).double()
+                mean = draws.mean(0)
+                squares.append(columns(likelihood.check_targets(batch.target, mean) - mean).square())
+                variances.append(columns(draws.var(0, unbiased=False)))
+        unit = likelihood.scale.square()
+        square, variance = torch.cat(squares) / unit, torch.cat(variances) / unit
+        if likelihood.noise_form == "shared":
+            square, variance = square.reshape(-1, 1), variance.reshape(-1, 1)
+        likelihood.set_noise(likeliest_noise(square, variance) * unit)
+
+
+def likeliest_noise(
+    square: Tensor,  # (N, C): squared residuals
+    variance: Tensor,  # (N, C): the variance of the predictions that they are residuals of
+) -> Tensor:  # (C,)
+    """The σ² that maximizes Π N(residual | 0, variance + σ²), by Fisher scoring; at least a hundredth of the mean
+    square. Each step is a mean of square - variance, weighted by the information in each row."""
+    least = 0.01 * square.mean(0)
+    noise = torch.maximum((square - variance).mean(0), least)
+    for _ in range(100):
+        weight = (variance + noise).clamp_min(1e-300).square().reciprocal()
+        before, noise = noise, torch.maximum((weight * (square - variance)).sum(0) / weight.sum(0), least)
+        if bool(((noise - before).abs() <= 1e-10 * noise).all()):
+            break
+    return noise
+
+
+class FinetunedMethod(DrawingMethod):
+    """A method that minimizes -(1/|B|) Σ_b log p(y_b | f(x_b)) + penalty/N over batches B of the data.
+
+    A copy of the network is trained, never the network itself. It is in eval mode: BatchNorm keeps its statistics and
+    dropout is off.
+    """
+
+    Config = TrainingConfig
+    config: TrainingConfig
+    history = History()
+    """The losses and validation scores of the last fit."""
+
+    def _fit(self, job: Job) -> Fitted:
+        with seeded(self.config.seed, self.module_device):  # a loader draws its order from the global generator
+            return self._finetune(job)
+
+    @abstractmethod
+    def _finetune(self, job: Job) -> Fitted:
+        """Implements `_fit`, with the global random numbers seeded."""
+
+    def _minimize(
+        self,
+        job: Job,
+        likelihood: Likelihood,
+        parameters: Iterable[Tensor],
+        answer: Callable[[Batch], Tensor],
+        penalty: Callable[[], Tensor],
+        predict: Callable[[Batch], Predictive],
+        generator: torch.Generator | None = None,
+    ) -> History:
+        """Trains the parameters of `answer`, and stops early by the score of `predict` on the validation data.
+        `generator` is what `answer` draws from."""
+        if not Ranks().alone:
+            raise OptionError(f"{self.name} trains in one process: fit it outside torch.distributed.")
+        options = self.config.training
+
+        def objective(labelled: LabelledBatch) -> Tensor:
+            outputs = answer(labelled.batch)
+            mean, target = likelihood.standardize(outputs, likelihood.check_targets(labelled.target, outputs))
+            energy = likelihood.energy(mean, ZeroLatent(outputs), target, alpha=1.0)
+            return penalty() / job.num_data - energy.mean()
+
+        def score() -> float:
+            total, rows = 0.0, 0
+            with seeded(options.seed, self.module_device):  # a second loader must not change the order of the first
+                for batch in self._batches(job.val_data):
+                    log_p = predict(batch).log_prob(batch.target)
+                    total, rows = total - float(log_p.sum()), rows + len(log_p)
+            return total / rows
+
+        return train(
+            objective,
+            parameters,
+            NetworkBatches(self, job.data, options.batch_size, options.seed),
+            options,
+            score=score if job.val is not None else None,
+            generator=generator,
+            checkpoint=job.checkpoint,
+        )
+
+
 class LabelledBatch(NamedTuple):
-    """A batch and its checked targets, as the training loop hands it to an objective."""
+    """A batch and its targets, as the training loop passes it to an objective."""
 
     batch: Batch
     target: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LabelledBatch:
-        """Itself: batches of arbitrary inputs come one by one and are not stacked."""
+        """The batch itself: batches of arbitrary inputs are read one by one and not stacked."""
         return self
 
 
 class NetworkBatches:
     """A `Source` of a network method's batches: pass after pass over the data, arrays in a new order every time.
 
-    Batches are counted by step, so that a resumed run continues with the one that would have been next."""
+    Batches are counted by step, so that a resumed run continues with the batch that would have been next.
+    """
 
     ahead, fixed, weight = 1, False, 1.0
 
     def __init__(self, method: NetworkMethod, data: Any, size: int, seed: int) -> None:
         self.method, self.data, self.size = method, data, size
         self.generator = torch.Generator().manual_seed(seed)
-        self.endless, self.next_step = self._endless(), 0
+        self.batches = enumerate(self._endless())
 
     def block(self, step: int, count: int) -> LabelledBatch:
-        while self.next_step < step:
-            next(self.endless)
-            self.next_step += 1
-        self.next_step += 1
-        return next(self.endless)
+        return next(batch for number, batch in self.batches if number == step)
 
     def _endless(self) -> Iterator[LabelledBatch]:
         while True:
-            seen = 0
-            for batch in self.method._batches(self._shuffled(), self.size):
-                if batch.target is None:
-                    raise DataError("Expected targets to fit on: batches (x, y), or mappings with labels.")
-                seen += 1
+            empty, data = True, self.data
+            if is_arrays(data):  # a loader has an order of its own
+                data = take(data, torch.randperm(row_count(data), generator=self.generator))
+            for batch in self.method._batches(data, self.size):
+                empty = False
                 yield LabelledBatch(batch, torch.as_tensor(batch.target))
-            if not seen:
+            if empty:
                 raise DataError("Expected data in every pass of the loader, got none in the last one.")
-
-    def _shuffled(self) -> Any:
-        if not is_arrays(self.data):
-            return self.data  # a loader has an order of its own
-        return take(self.data, torch.randperm(row_count(self.data), generator=self.generator))
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None) -> Iterator[None]:
-    """Global random numbers (dropout's, a loader's shuffling) from this seed inside, and undisturbed outside."""
+    """Seeds the global random numbers (dropout's, a loader's shuffling) inside, and restores them afterwards."""
     devices = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         yield
 
 
-def black_box_methods() -> list[str]:
-    from posthoc.methods import REGISTRY  # which this module is below
+def alternatives() -> str:
+    """Advice that names the methods that need no network."""
+    from posthoc.methods import REGISTRY  # which imports this module
 
-    return sorted(name for name, method in REGISTRY.items() if method.black_box)
+    names = sorted(name for name, method in REGISTRY.items() if method.black_box)
+    return f"The methods that need outputs alone are: {', '.join(names)}."

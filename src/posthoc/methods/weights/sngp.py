@@ -1,14 +1,16 @@
-"""SNGP: the last layer made a Gaussian process of random features, on a body whose layers cannot squash distances."""
+"""SNGP: a Gaussian process of random features in place of the last layer, on layers of bounded spectral norm."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from posthoc.base import Fitted, Job, TrainingConfig, option
 from posthoc.collect.class_scores import as_logits
@@ -18,16 +20,17 @@ from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.weights.finetuning import FinetunedMethod
-from posthoc.methods.weights.random_features import FeatureLaplace, RandomFeatures, bounded, listening, settle_bounds
+from posthoc.methods.weights.network import FinetunedMethod
 from posthoc.numerics import cholesky
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import IndependentLatent, ZeroLatent
 
-__all__ = ["SNGP"]
+__all__ = ["SNGP", "RandomFeatures", "SpectralBound"]
 
 START_NOISE = 0.01
 """The first weights reproduce the network's outputs but for about this share of their variance."""
+FIRST_ITERATIONS = 30
+"""Power iterations before training; one more at every step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,127 +85,147 @@ class SNGP(FinetunedMethod):
     name = "sngp"
     Config = SNGPConfig
     config: SNGPConfig
+    _fitted: FittedSNGP | None
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         super().__init__(model, likelihood, **options)
-        self._last = last_linear(self.module)
+        linear = [name for name, part in self.module.named_modules() if name and isinstance(part, nn.Linear)]
+        if not linear:
+            raise OptionError(
+                f"sngp replaces the last layer, which must be Linear, got a {type(self.module).__name__} without any "
+                "Linear layer inside. Use another method, such as fmgp."
+            )
+        self._last = linear[-1]
 
     @property
     def network(self) -> nn.Module:
         """The fine-tuned copy."""
         self._require_fitted("network")
-        assert isinstance(self._fitted, FittedSNGP)
+        assert self._fitted is not None
         return self._fitted.network
 
     def _finetune(self, job: Job) -> FittedSNGP:
-        with evaluating(self.module), torch.no_grad():
-            self._check_last(self._first_batch(job.data))
         likelihood = self._start(job).to(self.module_device).requires_grad_(False)
         generator = torch.Generator().manual_seed(self.config.seed)
         network = copy.deepcopy(self.module).eval()
-        linear = network.get_submodule(self._last)
-        assert isinstance(linear, nn.Linear)
-        outputs = columns(job.train.outputs)[:, -linear.out_features :].to(self.module_device)  # z of the logits [0, z]
-        units = Units.of(outputs, likelihood)
-        bounded(network, self._last, self.config.norm_bound, generator)
-        head = self._replace_last(network, generator)
+        bound_layers(network, self._last, self.config.norm_bound, generator)
         with evaluating(self.module), torch.no_grad():
-            self._place(network, head, units, job)
-        prior = self.config.prior_precision / units.spread.square()
+            self._check_last(next(self._batches(job.data)))
+            features, linear = self._replace_last(network, generator)
+            outputs = columns(job.train.outputs)[:, -linear.out_features :].to(self.module_device)  # a single logit
+            self._start_head(network, features, linear, outputs.mean(0), job)
+        variance = outputs.var(0, unbiased=False)
+        if isinstance(likelihood, Categorical):
+            variance = variance.mean().expand_as(variance)
+        prior = self.config.prior_precision / torch.where(variance > 0, variance, 1.0)
         history = self._minimize(
             job,
             likelihood,
             [p for p in network.parameters() if p.requires_grad],
             answer=lambda batch: self._answer(network, batch),
-            penalty=lambda: 0.5 * (prior[:, None] * head.linear.weight.double().square()).sum(),
+            penalty=lambda: 0.5 * (prior[:, None] * linear.weight.double().square()).sum(),
             predict=lambda batch: without_variance(likelihood, self._answer(network, batch)),
         )
         settle_bounds(network)
         with torch.no_grad():
-            covariance = self._laplace(network, head, likelihood, prior, job)
+            basis, variances = self._laplace(network, linear, likelihood, prior, job)
         self.history = history
-        return FittedSNGP(likelihood, network.requires_grad_(False), covariance)
+        return FittedSNGP(likelihood, network.requires_grad_(False), basis, variances)
+
+    def _run(
+        self, network: nn.Module, layer: nn.Module, batch: Batch
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:  # [((N, F), (N, C))], (N, ...)
+        """The input and output of each call of a layer, and the output of the network."""
+        calls: list[tuple[Tensor, Tensor]] = []
+
+        def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
+            calls.append((args[0] if args else kwargs["input"], output.clone()))  # a later layer may work in place
+
+        handle = layer.register_forward_hook(hook, with_kwargs=True)
+        try:
+            return calls, self._answer(network, batch)
+        finally:
+            handle.remove()
 
     def _check_last(self, batch: Batch) -> None:
-        """Refuses a network whose output is not what its last linear layer says."""
-        with exclusive(self.module), listening(self.module.get_submodule(self._last)) as heard:
-            said = self._answer(self.module, batch)
-        own = heard[-1][1] if len(heard) == 1 else said[:0]
+        """Refuses a network whose output is not that of its last linear layer."""
+        with exclusive(self.module):
+            calls, outputs = self._run(self.module, self.module.get_submodule(self._last), batch)
+        own = calls[0][1] if len(calls) == 1 else outputs[:0]
         if own.numel() == len(own) and self._likelihood.task == "classification":
             own = as_logits(own.reshape(-1, 1), "logits")
-        if own.numel() != said.numel() or not torch.equal(own.reshape(said.shape), said):
+        if own.numel() != outputs.numel() or not torch.equal(own.reshape(outputs.shape), outputs):
             raise OptionError(
                 f"sngp replaces the last layer, which must be Linear and give the network's output; here the last "
-                f"Linear is {self._last!r}, and it does not. Wrap the network so that it returns what that layer "
-                "says, or use another method, such as fmgp."
+                f"Linear is {self._last!r}, and it does not. Wrap the network so that it returns the output of that "
+                "layer, or use another method, such as fmgp."
             )
 
-    def _replace_last(self, network: nn.Module, generator: torch.Generator | None = None) -> Head:
+    def _replace_last(
+        self, network: nn.Module, generator: torch.Generator | None = None
+    ) -> tuple[RandomFeatures, nn.Linear]:
+        """Puts random features and a linear layer of zeros in place of the last layer."""
         old = network.get_submodule(self._last)
         assert isinstance(old, nn.Linear)
         features = RandomFeatures(old.in_features, self.config.num_features, generator)
         linear = nn.utils.skip_init(nn.Linear, self.config.num_features, old.out_features)
-        for parameter in linear.parameters():  # the network is run, to look at its features, before they have values
-            nn.init.zeros_(parameter)
+        nn.init.zeros_(linear.weight)
+        nn.init.zeros_(linear.bias)
         network.set_submodule(self._last, nn.Sequential(features, linear).to(old.weight).eval())
-        return Head(features, linear)
+        return features, linear
 
-    def _place(self, network: nn.Module, head: Head, units: Units, job: Job) -> None:
-        """A lengthscale from the data, and first weights that say what the network says."""
+    def _start_head(
+        self, network: nn.Module, features: RandomFeatures, linear: nn.Linear, mean: Tensor, job: Job
+    ) -> None:
+        """Sets the lengthscale from the data, and first weights that reproduce the network's outputs."""
         if self.config.lengthscale is not None:
-            head.features.lengthscale.fill_(self.config.lengthscale)
+            features.lengthscale.fill_(self.config.lengthscale)
         else:
-            inputs = (h.double() for h, *_ in self._heard(network, head.features, job.data))
-            head.features.lengthscale.fill_(typical_distance(inputs))
-        head.linear.bias.copy_(units.centre)
-        head.linear.weight.zero_()
-        size = self.config.num_features
-        gram = torch.zeros(size, size, dtype=torch.float64, device=head.linear.weight.device)
-        cross = gram.new_zeros(size, len(units.centre))
-        for phi, _, batch in self._heard(network, head.linear, job.data):
+            inputs = (self._run(network, features, batch)[0][0][0].double() for batch in self._batches(job.data))
+            features.lengthscale.fill_(typical_distance(inputs))
+        size = linear.in_features
+        gram = torch.zeros(size, size, dtype=torch.float64, device=mean.device)
+        cross = gram.new_zeros(size, len(mean))
+        for batch in self._batches(job.data):
+            phi = self._run(network, linear, batch)[0][0][0].double()
             with exclusive(self.module):
-                said = columns(self._answer(self.module, batch))[:, -len(units.centre) :]
-            gram += phi.double().mT @ phi.double()
-            cross += phi.double().mT @ (said - units.centre)
+                outputs = columns(self._answer(self.module, batch))[:, -len(mean) :]
+            gram += phi.mT @ phi
+            cross += phi.mT @ (outputs - mean)
         gram.diagonal().add_(START_NOISE * self.config.prior_precision)
-        head.linear.weight.copy_(torch.cholesky_solve(cross, cholesky(gram, "the random features' Gram matrix")).mT)
+        linear.bias.copy_(mean)
+        linear.weight.copy_(torch.cholesky_solve(cross, cholesky(gram, "the random features' Gram matrix")).mT)
 
     def _laplace(
-        self, network: nn.Module, head: Head, likelihood: Likelihood, prior: Tensor, job: Job
-    ) -> FeatureLaplace:
-        """The covariance of the last layer's weights at what was trained, and the noise in regression."""
-        size = self.config.num_features
-        gram = torch.zeros(size, size, dtype=torch.float64, device=prior.device)
+        self, network: nn.Module, linear: nn.Linear, likelihood: Likelihood, prior: Tensor, job: Job
+    ) -> tuple[Tensor, Tensor]:  # (D, D), (D, C)
+        """The covariance U diag(v_c) Uᵀ of the last layer's weights for output c; sets the noise in regression."""
+        gram = torch.zeros(linear.in_features, linear.in_features, dtype=torch.float64, device=prior.device)
         squares, rows = torch.zeros_like(prior), 0
-        for phi, said, batch in self._heard(network, head.linear, job.data):
+        for batch in self._batches(job.data):
+            calls, outputs = self._run(network, linear, batch)
+            phi = calls[0][0].double()
+            weight = torch.ones_like(phi[:, 0])
             if isinstance(likelihood, Categorical):
-                p = (said.double() / likelihood.temperature).softmax(-1).amax(-1)
+                p = (outputs.double() / likelihood.temperature).softmax(-1).amax(-1)
                 weight = p * (1.0 - p) / likelihood.temperature.square()
             else:
-                squares += columns(likelihood.check_targets(batch.target, said) - said).square().sum(0)
-                weight = torch.ones_like(phi[:, 0], dtype=torch.float64)
-            gram += (weight[:, None] * phi.double()).mT @ phi.double()
+                squares += columns(likelihood.check_targets(batch.target, outputs) - outputs).square().sum(0)
+            gram += (weight[:, None] * phi).mT @ phi
             rows += len(phi)
         precision = torch.ones_like(prior)
         if isinstance(likelihood, Gaussian):
             likelihood.set_noise(squares / rows)
             precision = 1.0 / (likelihood.noise * likelihood.scale.square()).expand_as(prior)
-        return FeatureLaplace.of(gram * (job.num_data / rows), prior, precision)
+        # The Gram matrix is the same for all outputs: one eigendecomposition serves them.
+        values, basis = torch.linalg.eigh(gram * (job.num_data / rows))
+        return basis, 1.0 / (prior + values.clamp_min(0.0)[:, None] * precision)
 
-    def _heard(self, network: nn.Module, layer: nn.Module, data: Any) -> Iterator[tuple[Tensor, Tensor, Batch]]:
-        """What a layer of the copy is given, and what the copy says, batch by batch."""
-        for batch in self._batches(data):
-            yield *self._listened(network, layer, batch), batch
-
-    def _listened(self, network: nn.Module, layer: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        with listening(layer) as heard:
-            said = self._answer(network, batch)
-        return heard[-1][0], said
-
-    def _features(self, fitted: FittedSNGP, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _features(self, fitted: FittedSNGP, batch: Batch) -> tuple[Tensor, Tensor]:  # (N, D), (N, ...)
         """The random features of a batch, and the outputs of the copy."""
         fitted.to(self.module_device)
-        return self._listened(fitted.network, fitted.network.get_submodule(f"{self._last}.1"), batch)
+        calls, outputs = self._run(fitted.network, fitted.network.get_submodule(f"{self._last}.1"), batch)
+        return calls[0][0], outputs
 
     def _predictor(self, fitted: FittedSNGP, *, covariance: bool) -> Callable[[Batch], Predictive]:
         if self.config.prediction == "monte_carlo":
@@ -214,7 +237,7 @@ class SNGP(FinetunedMethod):
 
         def predict(batch: Batch) -> Predictive:
             phi, outputs = self._features(fitted, batch)
-            variance = beside(outputs, fitted.covariance.variance(phi))
+            variance = in_shape(fitted.variance(phi), outputs)
             return likelihood.predictive(outputs, IndependentLatent(variance / unit), covariance=covariance)
 
         return predict
@@ -222,60 +245,112 @@ class SNGP(FinetunedMethod):
     def _draws(self, fitted: FittedSNGP, batch: Batch) -> Tensor:  # (S, N, ...)
         phi, outputs = self._features(fitted, batch)
         generator = torch.Generator(phi.device).manual_seed(self.config.seed)
-        drawn = fitted.covariance.deviations(phi, self.config.samples, generator)
-        return torch.stack([outputs + beside(outputs, away).reshape(outputs.shape).to(outputs.dtype) for away in drawn])
+        deviations = (fitted.deviation(phi, generator) for _ in range(self.config.samples))
+        return torch.stack(
+            [outputs + in_shape(each, outputs).reshape(outputs.shape).to(outputs) for each in deviations]
+        )
 
     def _blank(self, shapes: Mapping[str, Any]) -> FittedSNGP:
         network = copy.deepcopy(self.module).eval().requires_grad_(False)
-        size, width = self.config.num_features, len(self._replace_last(network).linear.bias)
-        zeros = torch.zeros(size, size + width, dtype=torch.float64)
-        return FittedSNGP(self._blank_likelihood(), network, FeatureLaplace(zeros[:, :size], zeros[:, size:]))
+        _, linear = self._replace_last(network)
+        basis, variances = (torch.zeros(linear.in_features, n).double() for n in linear.weight.T.shape)
+        return FittedSNGP(self._blank_likelihood(), network, basis, variances)
 
 
 class FittedSNGP(Fitted):
-    """The fine-tuned copy of the network, and the covariance of its last layer's weights."""
+    """The fine-tuned copy of the network, and the covariance U diag(v_c) Uᵀ of its last layer's weights."""
 
-    def __init__(self, likelihood: Likelihood, network: nn.Module, covariance: FeatureLaplace) -> None:
-        super().__init__(likelihood)
-        self.network, self.covariance = network, covariance
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        network: nn.Module,
+        basis: Tensor,  # (D, D): U
+        variances: Tensor,  # (D, C): v
+    ) -> None:
+        super().__init__(likelihood, basis=basis, variances=variances)
+        self.network = network
+        self.basis: Tensor
+        self.variances: Tensor
 
+    def variance(self, features: Tensor) -> Tensor:  # (N, C)
+        """Var(φᵀβ_c)."""
+        return (features.double() @ self.basis).square() @ self.variances
 
-class Head(NamedTuple):
-    """What takes the place of the last layer."""
-
-    features: RandomFeatures
-    linear: nn.Linear
-
-
-class Units(NamedTuple):
-    """Where the network's outputs are, and how far they spread: for each output, or for all classes together."""
-
-    centre: Tensor  # (C,)
-    spread: Tensor  # (C,)
-
-    @classmethod
-    def of(cls, outputs: Tensor, likelihood: Likelihood) -> Units:
-        variance = outputs.var(0, unbiased=False)
-        if isinstance(likelihood, Categorical):
-            variance = variance.mean().expand_as(variance)
-        return cls(outputs.mean(0), torch.where(variance > 0, variance, 1.0).sqrt())
+    def deviation(self, features: Tensor, generator: torch.Generator) -> Tensor:  # (N, C)
+        """φᵀ(β_c - its mean) for a draw of β, the same for every row and every call with equal generators."""
+        noise = torch.randn(self.variances.shape, dtype=torch.float64, device=features.device, generator=generator)
+        return features.double() @ self.basis @ (self.variances.sqrt() * noise)
 
 
-def last_linear(network: nn.Module) -> str:
-    """The name of the last linear layer."""
-    names = [name for name, part in network.named_modules() if name and isinstance(part, nn.Linear)]
-    if not names:
-        raise OptionError(
-            f"sngp replaces the last layer, which must be Linear, got a {type(network).__name__} without any Linear "
-            "layer inside. Use another method, such as fmgp."
-        )
-    return names[-1]
+class RandomFeatures(nn.Module):
+    """φ(h) = √(2/D) cos(W h / lengthscale + b), W standard normal, b uniform: φ(h)ᵀφ(h') ≈ exp(-|h - h'|² / 2ℓ²)."""
+
+    def __init__(self, width: int, num_features: int, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.register_buffer("frequency", torch.randn(num_features, width, generator=generator))
+        self.register_buffer("phase", 2.0 * math.pi * torch.rand(num_features, generator=generator))
+        self.register_buffer("lengthscale", torch.ones(()))
+        self.frequency: Tensor  # (D, F)
+        self.phase: Tensor  # (D,)
+        self.lengthscale: Tensor  # ()
+
+    def forward(self, h: Tensor) -> Tensor:  # (N, F) -> (N, D)
+        angle = nn.functional.linear(h / self.lengthscale, self.frequency, self.phase)
+        return math.sqrt(2.0 / len(self.phase)) * angle.cos()
 
 
-def typical_distance(parts: Iterator[Tensor]) -> float:
+class SpectralBound(nn.Module):
+    """A parametrization that scales a weight down to a spectral norm of `bound` where it has a greater one, by power
+    iteration. A convolution's weight is taken as the matrix (out, in × kernel), as is usual."""
+
+    def __init__(self, weight: Tensor, bound: float, generator: torch.Generator) -> None:
+        super().__init__()
+        self.bound = bound
+        self.register_buffer("left", torch.randn(len(weight), generator=generator).to(weight))
+        self.left: Tensor  # (out,)
+        self._iterate(weight, FIRST_ITERATIONS)
+
+    @torch.no_grad()
+    def _iterate(self, weight: Tensor, times: int) -> Tensor:  # (in × kernel,)
+        """Updates the singular vectors, and returns the right one."""
+        matrix, left = weight.flatten(1), self.left
+        for _ in range(times):
+            right = nn.functional.normalize(matrix.mT @ left, dim=0)
+            left = nn.functional.normalize(matrix @ right, dim=0)
+        self.left = left  # a new tensor: the graph of an earlier use keeps its own
+        return right
+
+    def forward(self, weight: Tensor) -> Tensor:
+        right = self._iterate(weight, 1)
+        norm = self.left @ (weight.flatten(1) @ right)
+        return weight / (norm / self.bound).clamp_min(1.0)
+
+
+def bound_layers(network: nn.Module, last: str, bound: float, generator: torch.Generator) -> None:
+    """Bounds the weights of the Linear and convolution layers of a network, except the last one and frozen ones."""
+    for name, layer in list(network.named_modules()):
+        if name != last and isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            weight = layer._parameters.get("weight")
+            if weight is not None and weight.requires_grad:
+                parametrize.register_parametrization(layer, "weight", SpectralBound(weight, bound, generator))
+
+
+@torch.no_grad()
+def settle_bounds(network: nn.Module) -> None:
+    """Replaces bounded weights by ordinary ones that are exactly within the bound."""
+    for layer in list(network.modules()):
+        parametrizations = getattr(layer, "parametrizations", {})
+        if "weight" in parametrizations and isinstance(bound := parametrizations["weight"][0], SpectralBound):
+            parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+            weight = layer.get_parameter("weight")
+            norm = torch.linalg.matrix_norm(weight.flatten(1).double(), 2)
+            weight.div_((norm / bound.bound).clamp_min(1.0).to(weight.dtype))
+
+
+def typical_distance(parts: Iterable[Tensor]) -> float:
     """The root mean square distance between two rows, √(2 Σ_j Var(h_j)), or 1 where all rows are equal."""
     rows, squares, mean = 0, 0.0, torch.zeros((), dtype=torch.float64)
-    for part in parts:  # means and sums of squares of parts, put together without cancellation
+    for part in parts:  # means and sums of squares of parts are merged without cancellation
         own = part.mean(0)
         step, share = own - mean, len(part) / (rows + len(part))
         squares += float((part - own).square().sum()) + rows * share * float(step.square().sum())
@@ -288,6 +363,6 @@ def without_variance(likelihood: Likelihood, outputs: Tensor) -> Predictive:
     return likelihood.predictive(outputs, ZeroLatent(outputs))
 
 
-def beside(said: Tensor, values: Tensor) -> Tensor:
-    """Values of the last layer's outputs as values of the network's: a single logit stands beside one that is 0."""
-    return as_logits(values, "logits") if said[0].numel() > values.shape[1] else values
+def in_shape(values: Tensor, outputs: Tensor) -> Tensor:
+    """Values of the last layer's outputs as values of the network's: a single logit is the second of two, after 0."""
+    return as_logits(values, "logits") if outputs[0].numel() > values.shape[1] else values
