@@ -258,17 +258,17 @@ def test_an_interrupted_fit_says_how_to_resume(
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("type = 'sum'", r"kernel 'sum' with both of its options, left, right; got none"),
+        ("type = 'sum'", r"kernel 'sum' with options of left, right"),
         (
             "type = 'sum'\nleft = 'rbf'\nright = 'white'",
             "a kernel as a table of its type and options, got 'rbf'",
         ),
-        ("type = 'rbf'\nfoo = 3", r"kernel 'rbf' with some of its options, on, lengthscale, amplitude; got foo"),
+        ("type = 'rbf'\nfoo = 3", r"'rbf' with options of on, lengthscale, amplitude.* got .*foo"),
         ("type = 'rbf'\nlengthscale = 'a'", "Expected length-scales above zero, got 'a'"),
         ("type = 'rbf'\namplitude = [1.0, 2.0]", "Expected an amplitude, which is one number, got 2"),
         ("type = ['rbf']", r"Expected a kernel of rbf, .* got \['rbf'\]"),
         ("type = 'gpytorch'", r"Expected a kernel of rbf, .* got 'gpytorch'"),
-        ("type = 'rbf'\nstart = 3", "Expected first values of the kernel 'rbf'"),
+        ("type = 'rbf'\nstart = 3", "and a start as its recipe has it; got .*'start': 3"),
     ],
 )
 def test_wrong_kernel_table_is_told_in_words(folder: Path, table: str, message: str) -> None:

@@ -134,7 +134,7 @@ FITTED = ("shapes", "fitted")
 LARGER = "shapes that are larger than its tensors"
 CHANGES: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("regression", ("config",), "a", "config 'a', not of type dict"),
-    ("regression", (*FITTED, "kernel"), "rbf", "a head with the kernel rbf, fitted for"),
+    ("regression", (*FITTED, "kernel"), "rbf", "Expected the kernel this head was fitted with, rbf"),
     ("regression", (*FITTED, "spaces"), "a", "cannot be read by this version"),
     ("regression", (*FITTED, "spaces"), {}, "cannot be read by this version"),
     ("regression", (*FITTED, "spaces", "features"), 10**12, LARGER),

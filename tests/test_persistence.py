@@ -386,7 +386,7 @@ def test_kernel_that_this_version_does_not_know_is_refused(tmp_path: Path) -> No
     tensors, config = contents(path)
     config["shapes"]["fitted"]["kernel"] = {"type": "periodic", "on": "features"}
     rewrite(path, tensors, config)
-    with pytest.raises(FileError, match=r"kernel .*'periodic'.*fitted for .*'rbf'"):
+    with pytest.raises(FileError, match=r"kernel this head was fitted with.*'periodic'.*found .*'rbf'"):
         FMGP.load(path, model=mlp())
     config["config"]["kernel"] = {"type": "periodic", "on": None}
     rewrite(path, tensors, config)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["Registry"]
+
+Class = TypeVar("Class", bound=type)
 
 
 class Registry(Mapping[str, Any]):
@@ -32,6 +34,15 @@ class Registry(Mapping[str, Any]):
         self.group = group
         self._places: dict[str, Any] = dict(builtin)
         self._complete = False
+
+    def register(self, name: str) -> Callable[[Class], Class]:
+        """A decorator that adds a class under a name."""
+
+        def add(kind: Class) -> Class:
+            self._places[name] = kind
+            return kind
+
+        return add
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._places:

@@ -73,16 +73,9 @@ class BernoulliLikelihood(Likelihood):
         return -F.binary_cross_entropy_with_logits(logits, target, reduction="none").sum(-1)
 
     def predictive(self, outputs: Tensor, latent: Latent, *, covariance: bool = False) -> BernoulliPredictive:
-        dtype = working_dtype(outputs)
-        variance = latent.variance.reshape(outputs.shape)
-        gaussian = LatentGaussian(
-            outputs,
-            variance.to(dtype).clone(),
-            full_covariance=latent.covariance().to(dtype) if covariance else None,
-            independent=latent.independent,
-            has_variance=latent.has_variance,
-        )
-        return BernoulliPredictive(gaussian, scaled(outputs.double(), variance).to(dtype))
+        gaussian = LatentGaussian.around(outputs, latent, covariance=covariance)
+        logits = scaled(outputs.double(), latent.variance.reshape(outputs.shape))
+        return BernoulliPredictive(gaussian, logits.to(working_dtype(outputs)))
 
     def spec(self) -> dict[str, Any]:
         return {"type": "bernoulli"}

@@ -13,7 +13,7 @@ from torch import Tensor
 from posthoc.errors import DataError
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.registry import register
-from posthoc.predictive.base import LatentGaussian, Predictive, UncertaintyScore, row_means, working_dtype
+from posthoc.predictive.base import LatentGaussian, Predictive, UncertaintyScore, row_means
 from posthoc.predictive.latent import Latent
 from posthoc.validation import regression_targets
 
@@ -89,16 +89,7 @@ class PoissonLikelihood(Likelihood):
         return (log_w + alpha * log_p).logsumexp(0).sum(-1) / alpha
 
     def predictive(self, outputs: Tensor, latent: Latent, *, covariance: bool = False) -> PoissonPredictive:
-        dtype = working_dtype(outputs)
-        return PoissonPredictive(
-            LatentGaussian(
-                outputs,
-                latent.variance.to(dtype).reshape(outputs.shape),
-                full_covariance=latent.covariance().to(dtype) if covariance else None,
-                independent=latent.independent,
-                has_variance=latent.has_variance,
-            )
-        )
+        return PoissonPredictive(LatentGaussian.around(outputs, latent, covariance=covariance))
 
     def metrics(self) -> tuple[Any, ...]:
         return "nll", squared_error

@@ -172,16 +172,16 @@ def details(pred: Predictive, y: Any) -> Tensor:  # (N, 2) or (N, ..., 4) or (N,
 def reliability(confidence: Tensor, hits: Tensor, bins: int = CONFIDENCE_BINS) -> Curve:
     """Mean confidence and accuracy in bins of equal width (None in an empty bin), the share and the number of points
     in each."""
-    found = confidence_bins(confidence, hits, bins)
+    points, confidences, right = confidence_bins(confidence, hits, bins)
 
     def means(total: Tensor) -> list[float | None]:
-        return [float(t / n) if n else None for t, n in zip(total, found.points, strict=True)]
+        return [float(t / n) if n else None for t, n in zip(total, points, strict=True)]
 
     return {
-        "confidence": means(found.confidence),
-        "accuracy": means(found.hits),
-        "share": (found.points / len(hits)).tolist(),
-        "count": found.points.tolist(),
+        "confidence": means(confidences),
+        "accuracy": means(right),
+        "share": (points / len(hits)).tolist(),
+        "count": points.tolist(),
     }
 
 

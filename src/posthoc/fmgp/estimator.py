@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -25,8 +26,8 @@ from posthoc.fmgp.minibatches import PointView
 from posthoc.fmgp.noise_fit import fit_residuals
 from posthoc.fmgp.objective import TrainingBatch
 from posthoc.fmgp.selection import SELECTION, HeldOut, Selection, VarianceForm, select_form, shortened
-from posthoc.kernels import RBF, Kernel, as_kernel
-from posthoc.kernels.registry import kernel_from_file, kernel_of_head
+from posthoc.kernels import RBF, Constant, Kernel, as_kernel
+from posthoc.kernels.registry import kernel_from_file
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.learned_noise import MixtureNoise
@@ -358,7 +359,8 @@ class FMGP(Method):
         likelihood = self._likelihood
         if shapes["normals"] is not None and isinstance(likelihood, Gaussian):
             likelihood = MixtureNoise(likelihood, shapes["normals"])
-        kernel = kernel_of_head(self.config.kernel, shapes["kernel"])
+        # Temperature scaling has no use for the kernel and keeps a constant one.
+        kernel = Constant() if shapes["kernel"] == Constant().spec() else copy.deepcopy(self.config.kernel)
         return FittedFMGP.blank(shapes, kernel, self._blank_likelihood(likelihood), math.prod(self._width or ()))
 
     def _header(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from posthoc.base import Fitted
 from posthoc.collect.network import version
 from posthoc.collect.outputs import Outputs
-from posthoc.errors import DataError, FileError
+from posthoc.errors import DataError
 from posthoc.fmgp.coordinates import Coordinates
 from posthoc.fmgp.inducing_points import Inducing
 from posthoc.fmgp.ood import OutOfDistribution, top_margin
@@ -176,7 +176,7 @@ class FittedFMGP(Fitted):
         z = {name: torch.zeros(len(owners), width, dtype=torch.float64) for name, width in spaces.items()}
         kernel.initialize(z, space)
         if kernel.spec() != shapes["kernel"]:
-            raise FileError(
+            raise DataError(
                 f"Expected the kernel this head was fitted with, {shapes['kernel']}, "
                 f"found {kernel.spec()}: give one of the same form."
             )

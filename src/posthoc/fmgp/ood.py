@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posthoc.collect.outputs import Outputs
-from posthoc.likelihoods.temperature import best_log_likelihood
+from posthoc.likelihoods.temperature import best_inverse, log_likelihood
 
 __all__ = ["OutOfDistribution", "best_exponent", "top_margin"]
 
@@ -133,7 +133,7 @@ def best_exponent(rows: Outputs) -> float:
     for exponent in EXPONENTS:
         ood.exponent = exponent
         logits = some.outputs.double() / ood.logit_scale(distance)
-        scores.append(best_log_likelihood(logits, labels))
+        scores.append(log_likelihood(logits, labels, best_inverse(logits, labels)))
         if scores[-1] < max(scores):  # it has a single maximum
             break
     best = max(scores)

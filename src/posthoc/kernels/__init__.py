@@ -1,9 +1,8 @@
 """Kernels: RBF, Matérn, linear, constant and white, sums and products of them, and those of GPyTorch."""
 
 from posthoc.kernels.base import Kernel, Points, Space, gram
-from posthoc.kernels.combine import Constant, Product, Sum, White
-from posthoc.kernels.gpytorch import GPyTorchKernel, as_kernel, describe
-from posthoc.kernels.linear import Linear
+from posthoc.kernels.combine import Constant, Linear, Product, Sum, White
+from posthoc.kernels.gpytorch import GPyTorchKernel, as_kernel
 from posthoc.kernels.stationary import RBF, Matern
 
 __all__ = [
@@ -19,6 +18,5 @@ __all__ = [
     "Sum",
     "White",
     "as_kernel",
-    "describe",
     "gram",
 ]

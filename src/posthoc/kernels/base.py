@@ -10,8 +10,8 @@ inducing point, even where their coordinates agree).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Set
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,14 @@ class Kernel(nn.Module, ABC):
     Kernels are added and multiplied with `+` and `*`.
     """
 
+    name: ClassVar[str]
+    """The name under which the kernel is registered."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """The arguments of the constructor that decide the form of the kernel, which are attributes of the same names."""
     knows_identity = False
     """Whether a point's covariance with itself differs from that with another point at the same place."""
+    set_from_data: Set[str] = frozenset()
+    """The names of parameters whose initial values `initialize` chooses."""
 
     @abstractmethod
     def forward(self, a: Points, b: Points) -> Tensor:
@@ -53,17 +59,21 @@ class Kernel(nn.Module, ABC):
     def initialize(self, sample: Points, default: str) -> None:
         """Sets the block where none was named to `default`, and initial values from a sample of the data."""
 
-    @abstractmethod
     def spec(self) -> dict[str, Any]:
         """What `kernel_from_spec` needs to build the kernel again, apart from its parameters."""
+        return {"type": self.name, **{option: getattr(self, option) for option in self.options}}
 
     def recipe(self) -> dict[str, Any]:
         """The spec of a kernel that is not fitted, with initial values and whether they are learned."""
-        start = {name: [p.tolist(), p.requires_grad] for name, p in self.named_parameters(recurse=False)}
+        start = {
+            name: [None if name in self.set_from_data else p.tolist(), p.requires_grad]
+            for name, p in self.named_parameters(recurse=False)
+        }
         return {**self.spec(), "start": start}
 
-    def begin(self, start: Mapping[str, Any]) -> None:
-        """Sets the initial values of a `recipe`; None stands for the kernel's own choice."""
+    def set_start(self, start: Mapping[str, Any]) -> None:
+        """Sets the initial values of a `recipe`; None stands for those that `initialize` chooses."""
+        self.set_from_data = {name for name, (values, _) in start.items() if values is None}
         for name, (values, learned) in start.items():
             parameter = self.get_parameter(name)
             if values is not None:
@@ -94,6 +104,8 @@ def gram(kernel: Kernel, z: Points) -> Tensor:
 
 class BlockKernel(Kernel):
     """A kernel that reads one block."""
+
+    options = ("on",)
 
     def __init__(self, on: Space | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sums and products of kernels, and the two kernels that only make sense in them: constant and white."""
+"""Sums and products of kernels, and the simple kernels that are combined: linear, constant and white."""
 
 from __future__ import annotations
 
@@ -6,10 +6,35 @@ from typing import Any
 
 from torch import Tensor
 
-from posthoc.kernels.base import Kernel, Points, count, log_of_one
+from posthoc.kernels.base import BlockKernel, Kernel, Points, Space, count, log_of_one
 from posthoc.kernels.gpytorch import as_kernel
 
-__all__ = ["Constant", "Product", "Sum", "White"]
+__all__ = ["Constant", "Linear", "Product", "Sum", "White"]
+
+
+class Linear(BlockKernel):
+    """variance · xᵀx': the kernel of Bayesian linear regression (add `Constant()` for its bias).
+
+    Args:
+        on: As in `RBF`.
+        variance: The initial variance.
+
+    Example:
+        >>> (Linear(on="features") + Linear(on="inputs")).spec()["type"]
+        'sum'
+    """
+
+    name = "linear"
+
+    def __init__(self, on: Space | None = None, variance: float = 1.0) -> None:
+        super().__init__(on)
+        self.log_variance = log_of_one(variance, "a variance")
+
+    def forward(self, a: Points, b: Points) -> Tensor:
+        return self.log_variance.exp() * self.block(a) @ self.block(b).mT
+
+    def diag(self, a: Points) -> Tensor:
+        return self.log_variance.exp() * self.block(a).square().sum(-1)
 
 
 class _Everywhere(Kernel):
@@ -40,11 +65,10 @@ class Constant(_Everywhere):
         {'type': 'constant'}
     """
 
+    name = "constant"
+
     def forward(self, a: Points, b: Points) -> Tensor:
         return self.log_variance.exp().expand(count(a), count(b))
-
-    def spec(self) -> dict[str, Any]:
-        return {"type": "constant"}
 
 
 class White(_Everywhere):
@@ -58,13 +82,11 @@ class White(_Everywhere):
         True
     """
 
+    name = "white"
     knows_identity = True
 
     def forward(self, a: Points, b: Points) -> Tensor:
         return self.log_variance.new_zeros(()).expand(count(a), count(b))
-
-    def spec(self) -> dict[str, Any]:
-        return {"type": "white"}
 
 
 class _Pair(Kernel):
@@ -88,7 +110,7 @@ class _Pair(Kernel):
         self.right.initialize(sample, default)
 
     def spec(self) -> dict[str, Any]:
-        return {"type": type(self).__name__.lower(), "left": self.left.spec(), "right": self.right.spec()}
+        return {"type": self.name, "left": self.left.spec(), "right": self.right.spec()}
 
     def recipe(self) -> dict[str, Any]:
         return {**self.spec(), "left": self.left.recipe(), "right": self.right.recipe()}
@@ -96,6 +118,8 @@ class _Pair(Kernel):
 
 class Sum(_Pair):
     """k + k'."""
+
+    name = "sum"
 
     def forward(self, a: Points, b: Points) -> Tensor:
         return self.left(a, b) + self.right(a, b)
@@ -106,6 +130,8 @@ class Sum(_Pair):
 
 class Product(_Pair):
     """k · k'."""
+
+    name = "product"
 
     def forward(self, a: Points, b: Points) -> Tensor:
         return self.left(a, b) * self.right(a, b)

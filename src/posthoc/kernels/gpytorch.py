@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from posthoc.errors import OptionError
 from posthoc.kernels.base import BlockKernel, Kernel, Points, Space
 
-__all__ = ["GPyTorchKernel", "as_kernel", "describe"]
+__all__ = ["GPyTorchKernel", "as_kernel"]
 
 
 class GPyTorchKernel(BlockKernel):
@@ -23,9 +23,12 @@ class GPyTorchKernel(BlockKernel):
         on: as in `RBF`.
     """
 
+    name = "gpytorch"
+    options = ("on", "parts")
+    knows_identity = True  # some of GPyTorch's kernels add noise to their diagonal
+
     def __init__(self, kernel: Any, on: Space | None = None) -> None:
         super().__init__(on)
-        self.knows_identity = True  # some of GPyTorch's kernels add noise to their diagonal
         self.kernel = copy.deepcopy(kernel).double()
 
     def forward(self, a: Points, b: Points) -> Tensor:
@@ -49,8 +52,15 @@ class GPyTorchKernel(BlockKernel):
                 f"{shape} from {name}: give the kernel of one output; the covariance of outputs is learned beside it."
             )
 
-    def spec(self) -> dict[str, Any]:
-        return {"type": "gpytorch", "on": self.on, "parts": [describe(part) for part in self.kernel.modules()]}
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """The class and the plain settings of each part, which tell kernels of different forms apart."""
+        described = []
+        for part in self.kernel.modules():
+            plain = {name: value for name, value in vars(part).items() if isinstance(value, int | float | str)}
+            settings = {name: value for name, value in plain.items() if name != "training" and name[0] != "_"}
+            described.append({"class": type(part).__name__, **settings})
+        return described
 
     def recipe(self) -> dict[str, Any]:
         # The initial values are those of the object that is given; checkpoints compare them.
@@ -79,9 +89,3 @@ def as_kernel(kernel: Any) -> Kernel:
             raise OptionError("Expected a GPyTorch kernel with none of ours in it: write GPyTorchKernel(k) + RBF().")
         return GPyTorchKernel(kernel)
     raise OptionError(f"Expected a posthoc or GPyTorch kernel, got {type(kernel).__name__}.")
-
-
-def describe(part: nn.Module) -> dict[str, Any]:
-    """A module's class and plain settings, which tell kernels of different forms apart."""
-    plain = {k: v for k, v in vars(part).items() if isinstance(v, int | float | str) and k != "training"}
-    return {"class": type(part).__name__, **{k: v for k, v in plain.items() if not k.startswith("_")}}

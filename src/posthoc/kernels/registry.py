@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from posthoc.errors import DataError, FileError, OptionError
+from posthoc.errors import FileError, OptionError
 from posthoc.kernels import RBF, Constant, Kernel, Linear, Matern, Product, Sum, White, as_kernel
 from posthoc.registry import Registry
 
-__all__ = ["KERNELS", "kernel_from_file", "kernel_from_spec", "kernel_of_head", "same_form"]
+__all__ = ["KERNELS", "kernel_from_file", "kernel_from_spec", "same_form"]
 
-PAIRS: dict[str, type[Kernel]] = {"sum": Sum, "product": Product}
 KERNELS = Registry(
-    "posthoc.kernels",
-    {"rbf": RBF, "matern": Matern, "linear": Linear, "constant": Constant, "white": White, **PAIRS},
+    "posthoc.kernels", {kind.name: kind for kind in (RBF, Matern, Linear, Constant, White, Sum, Product)}
 )
 """Every kernel by name. Another package adds its own by an entry point of the group "posthoc.kernels"."""
 
@@ -30,21 +27,17 @@ def kernel_from_spec(spec: Any) -> Kernel:
     if not isinstance(kind, str) or kind not in KERNELS:
         why = ": a GPyTorch kernel is not built by name, since that would run code" if kind == "gpytorch" else ""
         raise OptionError(f"Expected a kernel of {', '.join(KERNELS)}, got {kind!r}{why}.")
-    signature = inspect.signature(KERNELS[kind])
+    options |= {side: kernel_from_spec(options[side]) for side in ("left", "right") if side in options}
     try:
-        signature.bind(**options)
-    except TypeError as error:
-        which, found = "both of" if kind in PAIRS else "some of", ", ".join(map(str, options)) or "none"
-        known = ", ".join(signature.parameters)
-        raise OptionError(f"Expected the kernel {kind!r} with {which} its options, {known}; got {found}.") from error
-    if kind in PAIRS:
-        options = {side: kernel_from_spec(part) for side, part in options.items()}
-    kernel = KERNELS[kind](**options)
-    try:
-        kernel.begin(start)
+        kernel: Kernel = KERNELS[kind](**options)
+        if start:
+            kernel.set_start(start)
+    except OptionError:
+        raise
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        known = ", ".join(inspect.signature(KERNELS[kind]).parameters)
         raise OptionError(
-            f"Expected first values of the kernel {kind!r}, as its recipe has them, got {start}."
+            f"Expected the kernel {kind!r} with options of {known}, and a start as its recipe has it; got {dict(spec)}."
         ) from error
     return kernel
 
@@ -78,13 +71,3 @@ def kernel_from_file(recipe: Mapping[str, Any], given: Any | None) -> Kernel:
         raise FileError(
             f"{error} The kernel of this head is {dict(recipe)}: load(path, kernel=...) with one of the same form."
         ) from error
-
-
-def kernel_of_head(asked: Kernel, spec: Any) -> Kernel:
-    """The kernel of a fitted head, its parameters to be loaded afterwards: that which was asked for or, since
-    temperature scaling has no use for it, a constant one."""
-    if same_form(asked.spec(), spec):
-        return copy.deepcopy(asked)
-    if spec == Constant().spec():
-        return Constant()
-    raise DataError(f"a head with the kernel {spec}, fitted for {asked.spec()}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ class _Stationary(BlockKernel):
         amplitude: float = 1.0,
     ) -> None:
         super().__init__(on)
-        self.from_median = lengthscale is None
+        self.set_from_data = {"log_lengthscale"} if lengthscale is None else set()
         scales = log_positive(1.0 if lengthscale is None else lengthscale, "length-scales")
         self.log_lengthscale = nn.Parameter(scales.reshape(-1))
         self.log_amplitude = log_of_one(amplitude, "an amplitude")
@@ -35,7 +34,7 @@ class _Stationary(BlockKernel):
         super().initialize(sample, default)
         x = self.block(sample)
         log_scale = self.log_lengthscale.detach().to(x.device)
-        if self.from_median:
+        if self.set_from_data:
             log_scale = median_distance(x).log().reshape(1)
         if log_scale.numel() not in (1, x.shape[1]):
             raise OptionError(
@@ -43,17 +42,6 @@ class _Stationary(BlockKernel):
             )
         learned = self.log_lengthscale.requires_grad
         self.log_lengthscale = nn.Parameter(log_scale.expand(x.shape[1]).clone(), requires_grad=learned)
-
-    def recipe(self) -> dict[str, Any]:
-        recipe = super().recipe()
-        if self.from_median:
-            recipe["start"]["log_lengthscale"][0] = None
-        return recipe
-
-    def begin(self, start: Mapping[str, Any]) -> None:
-        super().begin(start)
-        if "log_lengthscale" in start:
-            self.from_median = start["log_lengthscale"][0] is None
 
     def diag(self, a: Points) -> Tensor:
         return self.log_amplitude.exp().expand(len(self.block(a)))
@@ -75,6 +63,8 @@ class RBF(_Stationary):
         4.0
     """
 
+    name = "rbf"
+
     def forward(self, a: Points, b: Points) -> Tensor:
         x, y = self.block(a), self.block(b)
         inverse = (-self.log_lengthscale).exp()
@@ -85,9 +75,6 @@ class RBF(_Stationary):
         if a.requires_grad:
             return super().joint(x, z)
         return _JointRBF.apply(a, b, self.log_lengthscale, self.log_amplitude)  # type: ignore[no-untyped-call]
-
-    def spec(self) -> dict[str, Any]:
-        return {"type": "rbf", "on": self.on}
 
 
 class Matern(_Stationary):
@@ -103,6 +90,9 @@ class Matern(_Stationary):
         >>> Matern(nu=1.5).spec()
         {'type': 'matern', 'on': None, 'nu': 1.5}
     """
+
+    name = "matern"
+    options = ("on", "nu")
 
     def __init__(
         self,
@@ -125,9 +115,6 @@ class Matern(_Stationary):
         if self.nu == 0.5:
             return decay
         return (1.0 + r) * decay if self.nu == 1.5 else (1.0 + r + r.square() / 3.0) * decay
-
-    def spec(self) -> dict[str, Any]:
-        return {"type": "matern", "on": self.on, "nu": self.nu}
 
 
 class _JointRBF(torch.autograd.Function):

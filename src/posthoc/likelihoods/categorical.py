@@ -14,7 +14,6 @@ from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.temperature import suitable_temperature
 from posthoc.predictive.base import LatentGaussian, Predictive, working_dtype
 from posthoc.predictive.classification import ClassificationPredictive
-from posthoc.predictive.from_samples import latent_of_draws
 from posthoc.predictive.latent import Latent
 from posthoc.validation import choice, class_labels, integer, number
 
@@ -119,7 +118,7 @@ class Categorical(Likelihood):
         if self.training_form != "monte_carlo":
             log_p = APPROXIMATIONS[self.training_form](mean, latent, self.relative_temperature)
             return log_p.gather(-1, label).squeeze(-1)
-        draws = log_softmax_draws(mean, latent, self.relative_temperature, self.samples, generator)  # (S, N, C)
+        draws = self._log_softmax_draws(mean, latent, len(mean), generator)
         log_p = draws.gather(-1, label.expand(self.samples, -1, -1)).squeeze(-1)
         if alpha == 0.0:
             return log_p.mean(0)
@@ -130,23 +129,16 @@ class Categorical(Likelihood):
     ) -> ClassificationPredictive:
         """The class probabilities; `logit_scale`, (N, 1), multiplies the unit of the logits at each point."""
         unit = self.unit if logit_scale is None else self.unit * logit_scale
-        mean, square, dtype = outputs.double() / unit, unit.square(), working_dtype(outputs)
+        mean, dtype = outputs.double() / unit, working_dtype(outputs)
         if self.prediction_form == "monte_carlo":
             generator = torch.Generator(outputs.device).manual_seed(self.seed)
             # Every row has the same draws, so that its prediction does not depend on the rows beside it.
-            draws = log_softmax_draws(mean, latent, self.relative_temperature, self.samples, generator, common=True)
-            log_probs = draws.logsumexp(0) - math.log(self.samples)
+            log_p = self._log_softmax_draws(mean, latent, 1, generator)
+            log_probs = log_p.logsumexp(0) - math.log(self.samples)
         else:
             log_probs = APPROXIMATIONS[self.prediction_form](mean, latent, self.relative_temperature)
-        gaussian = LatentGaussian(
-            outputs,
-            (latent.variance * square).to(dtype).expand(outputs.shape).clone(),
-            full_covariance=(latent.covariance() * square[..., None]).to(dtype) if covariance else None,
-            independent=latent.independent,
-            has_variance=latent.has_variance,
-        )
         return ClassificationPredictive(
-            gaussian,
+            LatentGaussian.around(outputs, latent, unit, covariance=covariance),
             log_probs=log_probs.to(dtype),
             temperature=(self.relative_temperature * unit).to(dtype),
             keeps_argmax=self.prediction_form == "pairwise",
@@ -154,7 +146,7 @@ class Categorical(Likelihood):
 
     def predictive_from_draws(self, draws: Tensor, *, covariance: bool = False) -> Predictive:
         """The class probabilities averaged over the draws."""
-        latent, temperature = latent_of_draws(draws, covariance=covariance), self.temperature.detach()
+        latent, temperature = LatentGaussian.of_draws(draws, covariance=covariance), self.temperature.detach()
         log_p = torch.full_like(draws[0], -math.inf, dtype=torch.float64)
         for f in draws:  # one at a time: all of them in float64 would be many times their size
             log_p = torch.logaddexp(log_p, (f.double() / temperature).log_softmax(-1))
@@ -180,6 +172,13 @@ class Categorical(Likelihood):
             "seed": self.seed,
         }
 
+    def _log_softmax_draws(self, mean: Tensor, latent: Latent, rows: int, generator: torch.Generator | None) -> Tensor:
+        """log softmax(f/τ) for draws of f, (S, N, C), from normal draws for so many rows: N, or 1 for all of them."""
+        shape = (self.samples, rows, mean.shape[1])
+        noise = torch.randn(shape, dtype=mean.dtype, device=mean.device, generator=generator)
+        f = mean + latent.perturb(noise.expand(self.samples, *mean.shape))
+        return (f / self.relative_temperature).log_softmax(-1)
+
 
 def pairwise(mean: Tensor, latent: Latent, temperature: Tensor) -> Tensor:
     """Logit scaling of the differences to the top class: softmax of (μ_c - μ_t) / √(τ² + (π/16) Var(f_c - f_t))."""
@@ -197,27 +196,3 @@ APPROXIMATIONS: dict[str, Callable[[Tensor, Latent, Tensor], Tensor]] = {
     "pairwise": pairwise,
     "logit_scaling": logit_scaling,
 }
-
-
-def log_softmax_draws(
-    mean: Tensor,
-    latent: Latent,
-    temperature: Tensor,
-    samples: int,
-    generator: torch.Generator | None,
-    *,
-    common: bool = False,
-) -> Tensor:
-    """log softmax(f/τ) for draws of f, (S, N, C).
-
-    Args:
-        mean: The mean of f, (N, C).
-        latent: The covariance of f.
-        temperature: τ.
-        samples: The number S of draws.
-        generator: The source of randomness.
-        common: Whether all rows share their standard normal draws.
-    """
-    shape = (samples, 1 if common else len(mean), mean.shape[1])
-    noise = torch.randn(shape, dtype=mean.dtype, device=mean.device, generator=generator)
-    return ((mean + latent.perturb(noise.expand(samples, *mean.shape))) / temperature).log_softmax(-1)

@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.predictive.base import LatentGaussian, Predictive, working_dtype
-from posthoc.predictive.from_samples import latent_of_draws
 from posthoc.predictive.latent import Latent
 from posthoc.predictive.regression import RegressionPredictive
 from posthoc.validation import choice, regression_targets
@@ -96,20 +95,12 @@ class Gaussian(Likelihood):
         return gaussian_energy(target - mean, latent.variance, self.noise, alpha).sum(-1)
 
     def predictive(self, outputs: Tensor, latent: Latent, *, covariance: bool = False) -> Predictive:
-        dtype, shape = working_dtype(outputs), outputs.shape
-        full = (latent.covariance() * torch.outer(self.scale, self.scale)).to(dtype) if covariance else None
-        gaussian = LatentGaussian(
-            outputs,
-            (latent.variance * self.scale.square()).to(dtype).reshape(shape),
-            full_covariance=full,
-            independent=latent.independent,
-            has_variance=latent.has_variance,
-        )
-        return RegressionPredictive(gaussian, self._noise_of(outputs, dtype))
+        gaussian = LatentGaussian.around(outputs, latent, self.scale, covariance=covariance)
+        return RegressionPredictive(gaussian, self._noise_of(outputs))
 
     def predictive_from_draws(self, draws: Tensor, *, covariance: bool = False) -> Predictive:
-        latent = latent_of_draws(draws, covariance=covariance)
-        return RegressionPredictive(latent, self._noise_of(latent.mean, latent.mean.dtype).detach())
+        latent = LatentGaussian.of_draws(draws, covariance=covariance)
+        return RegressionPredictive(latent, self._noise_of(latent.mean).detach())
 
     def curvature(self, outputs: Tensor) -> Tensor:
         noise = (self.noise * self.scale.square()).detach()
@@ -130,10 +121,10 @@ class Gaussian(Likelihood):
     def spec(self) -> dict[str, Any]:
         return {"type": "gaussian", "noise": self.noise_form}
 
-    def _noise_of(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+    def _noise_of(self, outputs: Tensor) -> Tensor:
         """σ² in the user's units, of the shape of the outputs."""
-        noise = self.noise * self.scale.square()
-        return noise.expand(len(outputs), len(self.scale)).to(dtype).reshape(outputs.shape).clone()
+        noise = (self.noise * self.scale.square()).to(working_dtype(outputs))
+        return noise.expand(len(outputs), -1).reshape(outputs.shape).clone()
 
 
 def gaussian_energy(residual: Tensor, variance: Tensor, noise: Tensor, alpha: float) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from posthoc.collect.outputs import Outputs
 from posthoc.numerics import rows_that_fit
 
-__all__ = ["best_inverse", "best_log_likelihood", "blocks", "limit_reached", "suitable_temperature"]
+__all__ = ["best_inverse", "blocks", "limit_reached", "log_likelihood", "suitable_temperature"]
 
 MIN_MARGIN, MAX_MARGIN = 1e-4, 1e4
 """The root mean square margin of the logits, in units of the temperature, at the least and the greatest 1/τ."""
@@ -43,16 +43,25 @@ def best_inverse(logits: Tensor, labels: Tensor) -> float:
     few = logits.numel() <= rows_that_fit(1)
     kept = list(blocks(logits, labels)) if few else None  # else they are read again at every step
 
-    def slopes_at(inverse: float) -> tuple[float, float]:
-        return slopes(kept or blocks(logits, labels), inverse)
+    def slopes(inverse: float) -> tuple[float, float]:
+        """The first two derivatives of the negative log-likelihood in 1/τ."""
+        first = second = 0.0
+        for z, y in kept or blocks(logits, labels):
+            p = (inverse * z).softmax(-1)
+            mean = (p * z).sum(-1)
+            excess = mean - z.gather(-1, y[:, None]).squeeze(-1)
+            # Together, so that a GPU is waited for once.
+            one, two = torch.stack([excess.sum(), (p * (z - mean[:, None]).square()).sum()]).tolist()
+            first, second = first + one, second + two
+        return first, second
 
-    if slopes_at(low)[0] >= 0.0:
+    if slopes(low)[0] >= 0.0:
         return low
-    if slopes_at(high)[0] <= 0.0:
+    if slopes(high)[0] <= 0.0:
         return high
     at = min(max(1.0, low), high)
     for _ in range(100):
-        slope, curvature = slopes_at(at)
+        slope, curvature = slopes(at)
         step = at - slope / curvature if curvature > 0.0 else math.nan
         if abs(step - at) <= 1e-12 * at:  # tested first, since one end of the bracket is now here
             return step
@@ -78,26 +87,18 @@ def limit_reached(logits: Tensor, inverse: float) -> Literal["low", "high"] | No
 
 @torch.no_grad()
 def suitable_temperature(logits: Tensor, labels: Tensor) -> float:
-    """The best temperature of some of the rows and one more that is wrong, since a few rows may all be right."""
+    """The best temperature of some of the rows and one more that is wrong, since a few rows may all be right: a copy of
+    the row of median margin, with its second class as the true one."""
     rows = Outputs.trusted(outputs=logits, targets=labels).spread(TYPICAL)
     assert rows.targets is not None
-    some, known = with_one_wrong(rows.outputs, rows.targets)
-    inverse, size = best_inverse(some, known), rms_margin(next(blocks(some, known))[0])
-    if log_likelihood(some, known, inverse) - log_likelihood(some, known, 1.0) <= MIN_GAIN:
+    best = rows.outputs.double().topk(2, -1)
+    usual = (best.values[:, 0] - best.values[:, 1]).median(0).indices
+    z = torch.cat([rows.outputs, rows.outputs[usual, None]])
+    y = torch.cat([rows.targets, best.indices[usual, 1:].to(rows.targets)])
+    inverse, size = best_inverse(z, y), rms_margin(next(blocks(z, y))[0])
+    if log_likelihood(z, y, inverse) - log_likelihood(z, y, 1.0) <= MIN_GAIN:
         return 1.0
     return 1.0 / min(max(inverse, LOW_MARGIN / size), HIGH_MARGIN / size)
-
-
-def with_one_wrong(logits: Tensor, labels: Tensor) -> Block:
-    """The rows and a copy of the one of median margin, whose second class is the true one."""
-    best = logits.double().topk(2, -1)
-    usual = (best.values[:, 0] - best.values[:, 1]).median(0).indices
-    return torch.cat([logits, logits[usual, None]]), torch.cat([labels, best.indices[usual, 1:].to(labels)])
-
-
-def best_log_likelihood(logits: Tensor, labels: Tensor) -> float:
-    """The log-likelihood of all rows at their best temperature."""
-    return log_likelihood(logits, labels, best_inverse(logits, labels))
 
 
 def log_likelihood(logits: Tensor, labels: Tensor, inverse: float) -> float:
@@ -109,19 +110,6 @@ def log_likelihood(logits: Tensor, labels: Tensor, inverse: float) -> float:
 def rms_margin(z: Tensor) -> float:
     """The root mean square distance of logits (N, C) from the largest of their row; 1 if all are equal."""
     return float(z.square().mean().sqrt()) or 1.0
-
-
-def slopes(parts: Iterable[Block], inverse: float) -> tuple[float, float]:
-    """The first two derivatives of the negative log-likelihood in 1/τ."""
-    first = second = 0.0
-    for z, y in parts:
-        p = (inverse * z).softmax(-1)
-        mean = (p * z).sum(-1)
-        excess = mean - z.gather(-1, y[:, None]).squeeze(-1)
-        # Together, so that a GPU is waited for once.
-        one, two = torch.stack([excess.sum(), (p * (z - mean[:, None]).square()).sum()]).tolist()
-        first, second = first + one, second + two
-    return first, second
 
 
 def blocks(logits: Tensor, labels: Tensor) -> Iterator[Block]:

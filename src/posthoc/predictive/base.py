@@ -18,7 +18,7 @@ from torch import Tensor
 from posthoc.display import html_table
 from posthoc.errors import OptionError, WrongTaskError
 from posthoc.numerics import rows_that_fit
-from posthoc.predictive.latent import correlate
+from posthoc.predictive.latent import Latent, correlate
 from posthoc.validation import as_rows, choice, integer, number
 
 __all__ = ["LatentGaussian", "Predictive", "Rows", "UncertaintyScore", "apply_by_rows", "row_means", "working_dtype"]
@@ -39,9 +39,12 @@ class Rows:
     Tensors without dimensions, and whatever is no tensor, belong to all points.
     """
 
+    hints: ClassVar[Mapping[str, str]] = {}
+    """Where to find what other tasks have, by the name of the attribute."""
+
     def __getitem__(self, rows: Any) -> Self:
         rows = as_rows(rows, len(self))
-        return self._map(lambda part: part[rows] if not isinstance(part, Tensor) or part.ndim else part)
+        return self._map(lambda part: part[rows] if has_rows(part) else part)
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -51,8 +54,7 @@ class Rows:
 
     def to(self, device: str | torch.device) -> Self:
         """A copy on another device."""
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: part.to(device) for name, part in parts.items() if hasattr(part, "to")})
+        return self._map(lambda part: part.to(device) if hasattr(part, "to") else part)
 
     def cpu(self) -> Self:
         """A copy on the CPU."""
@@ -61,20 +63,25 @@ class Rows:
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
         """Several batches, one after the other."""
-        if len(parts) == 1:
-            return parts[0]
         joined: dict[str, Any] = {}
         for field in fields(parts[0]):
             values = [getattr(part, field.name) for part in parts]
-            if isinstance(values[0], Rows):
-                joined[field.name] = type(values[0]).cat(values)
-            elif isinstance(values[0], Tensor) and values[0].ndim:
-                joined[field.name] = torch.cat(values)
+            if has_rows(values[0]):
+                joined[field.name] = torch.cat(values) if isinstance(values[0], Tensor) else values[0].cat(values)
         return replace(parts[0], **joined)
 
     def _map(self, change: Callable[[Any], Any]) -> Self:
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: change(part) for name, part in parts.items() if isinstance(part, Tensor | Rows)})
+        return replace(self, **{f.name: change(getattr(self, f.name)) for f in fields(self)})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.hints:
+            raise WrongTaskError(f"A {type(self).__name__} has no {name}: {self.hints[name]}.")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+
+
+def has_rows(part: Any) -> bool:
+    """Whether a field has one row for each point."""
+    return isinstance(part, Rows) or (isinstance(part, Tensor) and part.ndim > 0)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -101,6 +108,61 @@ class LatentGaussian(Rows):
     independent: bool = True
     has_variance: bool = True
     draws: Tensor | None = None
+
+    @classmethod
+    def around(cls, outputs: Tensor, latent: Latent, scale: Tensor | None = None, *, covariance: bool = False) -> Self:
+        """A latent Gaussian around network outputs, in the user's units.
+
+        Args:
+            outputs: The network's outputs, (N,) or (N, C).
+            latent: The covariance around them, in units of `scale`.
+            scale: The unit, which broadcasts against (N, C); default: 1.
+            covariance: Whether to compute the covariance across outputs.
+        """
+        dtype, variance = working_dtype(outputs), latent.variance
+        scale = torch.ones_like(variance) if scale is None else scale.expand(variance.shape)
+        full = latent.covariance() * scale[:, :, None] * scale[:, None, :] if covariance else None
+        return cls(
+            outputs,
+            (variance * scale.square()).to(dtype).reshape(outputs.shape).clone(),
+            full_covariance=None if full is None else full.to(dtype),
+            independent=latent.independent,
+            has_variance=latent.has_variance,
+        )
+
+    @classmethod
+    def of_draws(cls, draws: Tensor, *, covariance: bool = False) -> Self:
+        """The Gaussian with the mean and variance of draws; the draws are kept for `sample` and `mutual_information`.
+
+        Args:
+            draws: The outputs of S functions, (S, N, ...).
+            covariance: Whether to compute the covariance across outputs.
+
+        Example:
+            >>> latent = LatentGaussian.of_draws(torch.tensor([[[1.0, 0.0]], [[3.0, 0.0]]]))
+            >>> latent.mean, latent.variance
+            (tensor([[2., 0.]]), tensor([[1., 0.]]))
+        """
+        dtype = working_dtype(draws)
+        # One draw at a time: all of them in float64 would be many times their size.
+        mean = torch.zeros_like(draws[0], dtype=torch.float64)
+        for f in draws:
+            mean += f.double() / len(draws)
+        variance = torch.zeros_like(mean)
+        full = torch.diag_embed(variance.reshape(len(mean), -1)) if covariance else None
+        for f in draws:
+            deviation = f.double() - mean
+            variance += deviation.square() / len(draws)
+            if full is not None:
+                deviation = deviation.reshape(len(mean), -1)
+                full += deviation[:, :, None] * deviation[:, None, :] / len(draws)
+        return cls(
+            mean.to(dtype),
+            variance.to(dtype),
+            full_covariance=None if full is None else full.to(dtype),
+            independent=False,
+            draws=draws.transpose(0, 1).to(dtype),
+        )
 
     @property
     def std(self) -> Tensor:
@@ -152,8 +214,6 @@ class Predictive(Rows, ABC):
     """The task of the likelihood that makes such predictions."""
     uncertainty_scores: ClassVar[Mapping[str, UncertaintyScore]]
     """The uncertainty scores by name, the default first."""
-    hints: ClassVar[Mapping[str, str]] = {}
-    """Where to find what other tasks have, by the name of the attribute."""
 
     @abstractmethod
     def log_prob(self, y: Any) -> Tensor:
@@ -183,8 +243,8 @@ class Predictive(Rows, ABC):
             return by(self).double()
         scores = self.uncertainty_scores
         name = next(iter(scores)) if by is None else by
-        if name in CLASS_SCORES and name not in scores:
-            raise WrongTaskError(f"{name} is for classification; this is a {type(self).__name__}.")
+        if name in self.hints and name not in scores:
+            raise WrongTaskError(f"A {type(self).__name__} has no {name}: {self.hints[name]}.")
         choice("the uncertainty", name, tuple(scores))
         return scores[name](self).double()
 
@@ -248,15 +308,8 @@ class Predictive(Rows, ABC):
             shown |= {name if len(columns) == 1 else f"{name}[{i}]": column for i, column in enumerate(columns)}
         return html_table(repr(self), shown)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self.hints:
-            raise WrongTaskError(f"A {type(self).__name__} has no {name}: {self.hints[name]}.")
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
-
 
 UncertaintyScore = Callable[[Any], Tensor]
-CLASS_SCORES = ("entropy", "least_confidence", "mutual_information")
-"""The uncertainty scores that only classification has, for the message where another task is asked for one."""
 
 
 def apply_by_rows(function: Callable[..., Tensor], pred: Predictive, *more: Tensor) -> Tensor:

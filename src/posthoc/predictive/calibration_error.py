@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-__all__ = ["ConfidenceBins", "confidence_bins", "expected_calibration_error"]
+__all__ = ["confidence_bins", "expected_calibration_error"]
 
 
-class ConfidenceBins(NamedTuple):
-    """The number of points in each bin of confidence and the sums over them, (bins,) in float64."""
-
-    points: Tensor
-    confidence: Tensor
-    hits: Tensor
-
-
-def confidence_bins(
-    confidence: Tensor,  # (N,)
-    hits: Tensor,  # (N,)
-    bins: int = 15,
-    *,
-    equal_mass: bool = False,
-) -> ConfidenceBins:
-    """Sums confidence and hits over bins that are open on the left, (a, b]; the last holds a confidence of 1.
+def confidence_bins(confidence: Tensor, hits: Tensor, bins: int = 15, *, equal_mass: bool = False) -> Tensor:
+    """Sums over bins of confidence that are open on the left, (a, b]; the last bin holds a confidence of 1.
 
     Args:
-        confidence: The probability of each predicted class.
-        hits: 1 where the predicted class is the true one, else 0.
+        confidence: The probability of each predicted class, (N,).
+        hits: 1 where the predicted class is the true one, else 0, (N,).
         bins: Number of bins.
         equal_mass: Bins of equal numbers of points instead of equal width. Equal confidences share a bin, so that the
             order of the points does not matter.
+
+    Returns:
+        The number of points, the sum of confidence and the sum of hits in each bin, (3, bins) in float64.
     """
     confidence, hits = confidence.double(), hits.double()
     if equal_mass:
@@ -40,23 +27,16 @@ def confidence_bins(
         edges = confidence.sort().values[last]
     else:
         edges = torch.linspace(0.0, 1.0, bins + 1, dtype=torch.float64, device=confidence.device)[1:-1]
-    place = torch.bucketize(confidence, edges)
-    zeros = confidence.new_zeros(bins)
-    return ConfidenceBins(*(zeros.index_add(0, place, v) for v in (torch.ones_like(hits), confidence, hits)))
+    values = torch.stack([torch.ones_like(hits), confidence, hits])
+    return confidence.new_zeros(3, bins).index_add(1, torch.bucketize(confidence, edges), values)
 
 
-def expected_calibration_error(
-    confidence: Tensor,  # (N,)
-    hits: Tensor,  # (N,)
-    bins: int = 15,
-    *,
-    equal_mass: bool = False,
-) -> Tensor:
+def expected_calibration_error(confidence: Tensor, hits: Tensor, bins: int = 15, *, equal_mass: bool = False) -> Tensor:
     """The mean over the points of |accuracy - confidence| of their bin (Naeini et al., 2015); see `confidence_bins`.
 
     Example:
         >>> float(expected_calibration_error(torch.tensor([0.75, 0.75]), torch.tensor([1, 0])))
         0.25
     """
-    found = confidence_bins(confidence, hits, bins, equal_mass=equal_mass)
-    return (found.hits - found.confidence).abs().sum() / len(hits)
+    _, confidences, right = confidence_bins(confidence, hits, bins, equal_mass=equal_mass)
+    return (right - confidences).abs().sum() / len(hits)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -21,17 +21,6 @@ __all__ = ["ClassificationPredictive"]
 NO_VARIANCE = (
     "This method gives the logits no variance (it is temperature scaling, or a fit that chose temperature scaling)"
 )
-
-
-def needs_variance(score: UncertaintyScore) -> UncertaintyScore:
-    """A score that is refused where the logits have no variance."""
-
-    def checked(pred: ClassificationPredictive) -> Tensor:
-        if not pred.latent.has_variance:
-            raise OptionError(f'{NO_VARIANCE}: use by="entropy" or by="least_confidence".')
-        return score(pred)
-
-    return checked
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,8 +54,8 @@ class ClassificationPredictive(Predictive):
     uncertainty_scores: ClassVar[Mapping[str, UncertaintyScore]] = {
         "entropy": lambda pred: apply_by_rows(exact_entropy, pred),
         "least_confidence": lambda pred: -torch.expm1(pred.log_probs.amax(-1).double()),
-        "variance": needs_variance(lambda pred: row_means(pred.latent.variance)),
-        "mutual_information": needs_variance(lambda pred: pred.mutual_information()),
+        "variance": lambda pred: row_means(pred.latent.variance),
+        "mutual_information": lambda pred: pred.mutual_information(),
     }
     hints: ClassVar[Mapping[str, str]] = {
         "mean": "the network's output is pred.latent.mean, the class probabilities are pred.probs",
@@ -94,6 +83,11 @@ class ClassificationPredictive(Predictive):
         if self.keeps_argmax:
             return self.latent.mean.argmax(-1)
         return apply_by_rows(lambda part: part.log_probs.exp().argmax(-1), self)
+
+    def uncertainty(self, by: str | Callable[[Self], Tensor] | None = None) -> Tensor:
+        if by in ("variance", "mutual_information") and not self.latent.has_variance:
+            raise OptionError(f'{NO_VARIANCE}: use by="entropy" or by="least_confidence".')
+        return super().uncertainty(by)
 
     def tempered(self, factor: Tensor) -> ClassificationPredictive:
         """The same with each row's temperature, and the standard deviation of its logits, multiplied by a factor.
@@ -164,11 +158,7 @@ class ClassificationPredictive(Predictive):
 
     def columns(self) -> dict[str, Tensor]:
         """Class probabilities, labels and entropy."""
-        return {
-            "probs": self.probs,
-            "labels": self.labels,
-            "entropy": self.entropy(),
-        }
+        return {"probs": self.probs, "labels": self.labels, "entropy": self.entropy()}
 
 
 def exact_entropy(pred: ClassificationPredictive) -> Tensor:

@@ -15,13 +15,13 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from posthoc.errors import DataError, FileError, OptionError, PosthocWarning, WrongTaskError
-from posthoc.io import changed, check_tensors, read_tensors, write_tensors
+from posthoc.io import changed, read_tensors, write_tensors
 from posthoc.predictive.base import LatentGaussian, Predictive, Rows, apply_by_rows, working_dtype
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.regression import RegressionPredictive
@@ -35,11 +35,10 @@ FORMAT = "posthoc-conformal"
 class Score(ABC):
     """How badly a value fits a prediction. Every function has the guarantee; a good one gives small answers."""
 
-    name: ClassVar[str]
     task: ClassVar[str]
 
     @abstractmethod
-    def of(self, pred: Predictive, y: Any) -> Tensor:
+    def of(self, pred: Any, y: Any) -> Tensor:
         """The scores of the true values in float64, (N,), or (N, outputs) if each output has its own."""
 
 
@@ -51,12 +50,10 @@ class Residual(Score):
         joint: Whether all outputs of a point share one guarantee; otherwise each output has its own.
     """
 
-    name: ClassVar[str] = "residual"
-    task: ClassVar[str] = "regression"
+    task = "regression"
     joint: bool = False
 
-    def of(self, pred: Predictive, y: Any) -> Tensor:
-        pred = cast(RegressionPredictive, pred)
+    def of(self, pred: RegressionPredictive, y: Any) -> Tensor:
         score = (regression_targets(y, pred.mean).double() - pred.mean.double()).abs() / positive_std(pred)
         return score.flatten(1).amax(1) if self.joint and score.ndim > 1 else score
 
@@ -65,20 +62,19 @@ class ClassScore(Score):
     """A score of every class. Unless `allow_empty`, the predicted class has the lowest one, in calibration too: then
     it is in every set, at no cost in coverage."""
 
-    task: ClassVar[str] = "classification"
+    task = "classification"
     allow_empty: bool
 
     @abstractmethod
     def _of_classes(self, pred: ClassificationPredictive) -> Tensor: ...
 
+    def of(self, pred: ClassificationPredictive, y: Any) -> Tensor:
+        return self.of_classes(pred).gather(-1, class_labels(y, pred.latent.mean)[:, None]).squeeze(-1)
+
     def of_classes(self, pred: ClassificationPredictive) -> Tensor:
         """The scores of all classes in float64, (N, C)."""
         scores = self._of_classes(pred)
         return scores if self.allow_empty else scores.scatter(-1, pred.labels[:, None], -math.inf)
-
-    def of(self, pred: Predictive, y: Any) -> Tensor:
-        labels = class_labels(y, pred.latent.mean)
-        return self.of_classes(cast(ClassificationPredictive, pred)).gather(-1, labels[:, None]).squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,6 @@ class LAC(ClassScore):
         allow_empty: Whether a set may be empty.
     """
 
-    name: ClassVar[str] = "lac"
     allow_empty: bool = False
 
     def _of_classes(self, pred: ClassificationPredictive) -> Tensor:
@@ -110,15 +105,13 @@ class APS(ClassScore):
         allow_empty: Whether a set may be empty.
     """
 
-    name: ClassVar[str] = "aps"
     seed: int | None = None
     penalty: float = 0.0
     free: int = 5
     allow_empty: bool = False
 
     def __post_init__(self) -> None:
-        if self.seed is not None:
-            integer("seed", self.seed, 0)
+        integer("seed", 0 if self.seed is None else self.seed, 0)
         integer("free", self.free, 0)
         if not 0.0 <= self.penalty < math.inf:
             raise OptionError(f"Expected a penalty of at least 0, got {self.penalty}.")
@@ -131,9 +124,8 @@ class APS(ClassScore):
         scores = torch.nn.functional.pad(probs.cumsum(-1)[:, :-1], (1, 0))
         if self.seed is not None:
             scores += uniform(pred.latent.mean, self.seed)[:, None] * probs
-        if self.penalty:
-            rank = torch.arange(1, scores.shape[1] + 1, device=scores.device)
-            scores += self.penalty * (rank - self.free).clamp_min(0)
+        rank = torch.arange(1, scores.shape[1] + 1, device=scores.device)
+        scores += self.penalty * (rank - self.free).clamp_min(0)
         return torch.empty_like(scores).scatter(-1, order, scores)
 
 
@@ -142,10 +134,10 @@ SCORES: dict[str, dict[str, Score]] = {
     "classification": {"lac": LAC(), "aps": APS(), "raps": APS(penalty=0.01)},
 }
 """The scores of each task by name, the default first."""
-TYPES: dict[str, type[Score]] = {kind.name: kind for kind in (Residual, LAC, APS)}
+TYPES: dict[str, type[Score]] = {kind.__name__: kind for kind in (Residual, LAC, APS)}
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class Calibration:
     """A score, and its values for n points that neither the network nor the method was fitted on.
 
@@ -154,7 +146,7 @@ class Calibration:
         scores: Its values in ascending order, (n,) or (n, outputs) in float64.
     """
 
-    score: Score
+    score: Any
     scores: Tensor
 
     def threshold(self, level: float) -> Tensor:
@@ -203,12 +195,26 @@ class Conformal:
     def calibrate(
         cls, method: Any, parts: Iterable[tuple[Predictive, Tensor]], score: str | Score | None, task: str
     ) -> Self:
-        """Calibrates on batches of predictions and targets; only the scores are kept."""
-        rule = score_named(score, task)
-        scores = [rule.of(pred, y) for pred, y in parts]
+        """Calibrates on batches of predictions and targets; only the scores are kept.
+
+        Args:
+            method: The fitted method.
+            parts: The batches.
+            score: The name of a score, a score, or None for the default of the task.
+            task: The task of the method.
+        """
+        if task not in SCORES:
+            raise WrongTaskError(f"Conformal prediction is for {' and '.join(SCORES)}, not for {task}.")
+        if not isinstance(score, Score):
+            name = next(iter(SCORES[task])) if score is None else score
+            choice("score", name, tuple(SCORES[task]))
+            score = SCORES[task][name]
+        elif score.task != task:
+            raise WrongTaskError(f"{type(score).__name__} is for {score.task}; this is a {task}.")
+        scores = [score.of(pred, y) for pred, y in parts]
         if not scores:
             raise DataError("Expected at least one calibration point, got none.")
-        return cls(method, Calibration(rule, torch.cat(scores).cpu().sort(0).values))
+        return cls(method, Calibration(score, torch.cat(scores).cpu().sort(0).values))
 
     def predict(self, data: Any) -> ConformalPredictive:
         """The predictions for data, as the method's `predict` takes them."""
@@ -217,15 +223,13 @@ class Conformal:
     def stream(self, data: Any) -> Generator[ConformalPredictive]:
         """The predictions batch by batch, as the method's `stream`."""
         with closing(self.method.stream(data)) as parts:
-            for pred in parts:
-                yield self._around(pred)
+            yield from map(self._around, parts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the calibration as safetensors, without the head."""
-        score, scores = self.calibration.score, self.calibration.scores
-        spec = {"type": score.name, **asdict(cast(Any, score))}
-        config = {"score": spec, "shape": list(scores.shape), "head": self.method.digest()}
-        write_tensors(path, {"scores": scores}, FORMAT, config)
+        score = self.calibration.score
+        config = {"score": {"type": type(score).__name__, **asdict(score)}, "head": self.method.digest()}
+        write_tensors(path, {"scores": self.calibration.scores}, FORMAT, config)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], method: Any) -> Self:
@@ -233,17 +237,15 @@ class Conformal:
         tensors, config = read_tensors(path, FORMAT)
         try:
             spec = dict(config["score"])
-            score = TYPES[spec.pop("type")](**spec)
-            shape, head = tuple(config["shape"]), config["head"]
+            calibration = Calibration(TYPES[spec.pop("type")](**spec), tensors["scores"])
         except (KeyError, TypeError, ValueError) as error:
             raise changed(path, repr(error)) from error
-        check_tensors(path, tensors, {"scores": shape})
-        if head != method.digest():
+        if config.get("head") != method.digest():
             raise FileError(
                 f"Expected the calibration of this head, found that of another in {path}: its guarantee would be "
                 "void. Load the head it was calibrated with, or calibrate again."
             )
-        return cls(method, Calibration(score, tensors["scores"]))
+        return cls(method, calibration)
 
     def _around(self, pred: Predictive) -> ConformalPredictive:
         kind = ConformalIntervals if isinstance(pred, RegressionPredictive) else ConformalSets
@@ -262,11 +264,8 @@ class ConformalPredictive(Rows, ABC):
         calibration: The scores of the calibration data.
     """
 
-    base: Predictive
+    base: Any
     calibration: Calibration
-
-    hints: ClassVar[Mapping[str, str]] = {}
-    """The task of attributes that the other kind has."""
 
     @property
     def latent(self) -> LatentGaussian:
@@ -283,17 +282,11 @@ class ConformalPredictive(Rows, ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.base!r}, {self.calibration!r})"
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self.hints:
-            raise WrongTaskError(f"{name} is for {self.hints[name]}; this is a {type(self).__name__}.")
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; the method's own answers are in base.")
-
 
 class ConformalIntervals(ConformalPredictive):
     """Intervals for new observations."""
 
-    base: RegressionPredictive
-    hints: ClassVar[Mapping[str, str]] = {"sets": "classification", "size": "classification"}
+    hints: ClassVar[Mapping[str, str]] = dict.fromkeys(("sets", "size"), "that is for classification")
 
     @property
     def mean(self) -> Tensor:
@@ -307,7 +300,7 @@ class ConformalIntervals(ConformalPredictive):
             The lower and upper ends, of the shape of the mean. With a joint score all outputs of a point lie within
             their intervals at once with that probability.
         """
-        mean, dtype = self.base.mean.double(), working_dtype(self.base.mean)
+        mean, dtype = self.mean.double(), working_dtype(self.mean)
         half = self.calibration.threshold(level).to(mean.device) * positive_std(self.base)
         half = half * (1.0 + 8.0 * torch.finfo(torch.float64).eps)  # an observation on the edge stays inside
         return rounded_outward(mean - half, dtype, -math.inf), rounded_outward(mean + half, dtype, math.inf)
@@ -319,25 +312,22 @@ class ConformalIntervals(ConformalPredictive):
 
     def covers(self, y: Any, level: float = 0.95) -> Tensor:
         """Whether observations lie in their intervals, of the shape of the mean; (N,) with a joint score."""
-        y = regression_targets(y, self.base.mean).double()
+        y = regression_targets(y, self.mean).double()
         lower, upper = self.interval(level)
         inside = (lower <= y) & (y <= upper)
-        joint = cast(Residual, self.calibration.score).joint and inside.ndim > 1
-        return inside.flatten(1).all(1) if joint else inside
+        return inside.flatten(1).all(1) if self.calibration.score.joint and inside.ndim > 1 else inside
 
 
 class ConformalSets(ConformalPredictive):
     """Sets of classes."""
 
-    base: ClassificationPredictive
-    hints: ClassVar[Mapping[str, str]] = {"interval": "regression", "width": "regression"}
+    hints: ClassVar[Mapping[str, str]] = dict.fromkeys(("interval", "width"), "that is for regression")
 
     def sets(self, level: float = 0.95) -> Tensor:
         """The classes that contain the true one with probability `level` or more, (N, C) of bool. The predicted class
         is always one of them, unless the score allows empty sets."""
-        threshold = self.calibration.threshold(level).to(self.base.latent.mean.device)
-        score = cast(ClassScore, self.calibration.score)
-        return apply_by_rows(lambda part: score.of_classes(part) <= threshold, self.base)
+        threshold = self.calibration.threshold(level).to(self.latent.mean.device)
+        return apply_by_rows(lambda part: self.calibration.score.of_classes(part) <= threshold, self.base)
 
     def size(self, level: float = 0.95) -> Tensor:
         """The number of classes in each set, (N,)."""
@@ -345,21 +335,8 @@ class ConformalSets(ConformalPredictive):
 
     def covers(self, y: Any, level: float = 0.95) -> Tensor:
         """Whether the sets contain the true classes, (N,)."""
-        labels = class_labels(y, self.base.latent.mean)
+        labels = class_labels(y, self.latent.mean)
         return self.sets(level).gather(-1, labels[:, None]).squeeze(-1)
-
-
-def score_named(score: str | Score | None, task: str) -> Score:
-    """The score of a task by its name, the default for None, or as it is."""
-    if isinstance(score, Score):
-        if score.task != task:
-            raise WrongTaskError(f"{type(score).__name__} is for {score.task}; this is a {task}.")
-        return score
-    if task not in SCORES:
-        raise WrongTaskError(f"Conformal prediction is for {' and '.join(SCORES)}, not for {task}.")
-    name = next(iter(SCORES[task])) if score is None else score
-    choice("score", name, tuple(SCORES[task]))
-    return SCORES[task][name]
 
 
 def positive_std(pred: RegressionPredictive) -> Tensor:

@@ -13,25 +13,29 @@ __all__ = ["DenseLatent", "FactorLatent", "IndependentLatent", "Latent", "Widene
 
 
 class Latent(ABC):
-    """The covariance V(x) of the latent outputs at N points; each method computes no more than it needs."""
+    """The covariance V(x) of the latent outputs at N points. A subclass gives V, and what it can compute from less."""
 
     independent: bool = False
     """Whether the outputs at a point are independent, so that `variance` is all of V."""
     has_variance: bool = True
     """False if V is zero everywhere."""
 
-    @property
-    @abstractmethod
-    def variance(self) -> Tensor:
-        """The diagonal of V, (N, C)."""
-
     @abstractmethod
     def covariance(self) -> Tensor:
         """V, (N, C, C)."""
 
-    @abstractmethod
+    @property
+    def variance(self) -> Tensor:
+        """The diagonal of V, (N, C)."""
+        return self.covariance().diagonal(dim1=-2, dim2=-1).clamp_min(0.0)  # rounding may leave it a little below zero
+
     def difference(self, top: Tensor) -> Tensor:
         """Var(f_c - f_top) for every output c, (N, C), given one output for each point, (N,)."""
+        v, which = self.covariance(), top[:, None]
+        variance = v.diagonal(dim1=-2, dim2=-1)
+        between = v[torch.arange(len(top), device=top.device), top]
+        total = variance + variance.gather(-1, which) - 2.0 * between
+        return total.clamp_min(0.0).scatter(-1, which, 0.0)
 
     def perturb(self, noise: Tensor) -> Tensor:
         """Draws of f - mean, (S, N, C), from standard normal noise of that shape; differentiable in V."""
@@ -78,18 +82,8 @@ class DenseLatent(Latent):
     def __init__(self, matrices: Tensor) -> None:
         self._matrices = matrices
 
-    @property
-    def variance(self) -> Tensor:
-        return self._matrices.diagonal(dim1=-2, dim2=-1).clamp_min(0.0)  # rounding may leave it a little below zero
-
     def covariance(self) -> Tensor:
         return self._matrices
-
-    def difference(self, top: Tensor) -> Tensor:
-        variance = self._matrices.diagonal(dim1=-2, dim2=-1)
-        between = self._matrices[torch.arange(len(top), device=top.device), top]
-        apart = variance + variance.gather(-1, top[:, None]) - 2.0 * between
-        return apart.clamp_min(0.0).scatter(-1, top[:, None], 0.0)
 
 
 class FactorLatent(Latent):

@@ -57,7 +57,8 @@ class RegressionPredictive(Predictive):
         "variance": lambda pred: row_means(pred.variance),
     }
     hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("probs", "log_probs", "labels", "entropy", "mutual_information", "temperature"), "that is for classification"
+        ("probs", "log_probs", "labels", "entropy", "least_confidence", "mutual_information", "temperature"),
+        "that is for classification",
     )
 
     @property
@@ -101,7 +102,8 @@ class RegressionPredictive(Predictive):
         levels = levels.to(self.mean.device)
         if levels.ndim == 1:
             levels = levels.reshape(-1, *[1] * self.mean.ndim)
-        return self._at(torch.special.ndtri(levels) if self.residuals is None else self.residuals.quantile(levels))
+        z = torch.special.ndtri(levels) if self.residuals is None else self.residuals.quantile(levels)
+        return self.mean + self.std * z.to(self.std.dtype)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The central interval that contains a new observation with probability `level`.
@@ -111,10 +113,8 @@ class RegressionPredictive(Predictive):
         """
         if not 0.0 < number(level) < 1.0:
             raise OptionError(f"Expected an interval level strictly between 0 and 1, got {level!r} (0.95 means 95 %).")
-        if self.residuals is not None:
-            return self.quantile(0.5 - 0.5 * level), self.quantile(0.5 + 0.5 * level)
-        z = torch.special.ndtri(torch.tensor(0.5 + 0.5 * level, dtype=torch.float64, device=self.mean.device))
-        return self._at(-z), self._at(z)
+        lower, upper = self.quantile([0.5 - 0.5 * level, 0.5 + 0.5 * level])
+        return lower, upper
 
     def cdf(self, y: Any) -> Tensor:
         """The probability that a new observation is at most y, of the shape of the mean."""
@@ -149,9 +149,6 @@ class RegressionPredictive(Predictive):
     def columns(self) -> dict[str, Tensor]:
         """Mean, standard deviation, latent variance and noise."""
         return {"mean": self.mean, "std": self.std, "latent_variance": self.latent_variance, "noise": self.noise}
-
-    def _at(self, z: Tensor) -> Tensor:
-        return self.mean + self.std * z.to(self.std.dtype)
 
     def _standardize(self, y: Any) -> Tensor:
         return (regression_targets(y, self.mean).to(self.std.dtype) - self.mean) / self.std

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -34,6 +35,20 @@ TINY_SHIFT = 1e-9
 """The lower limit of the largest shift that the search for the multiplier of the zero mean divides by."""
 NEWTON_STEPS = 200
 """The most steps of the search for a quantile."""
+
+
+def by_rows(function: Callable[[ResidualMixture, Tensor], Tensor]) -> Callable[[ResidualMixture, Tensor], Tensor]:
+    """Applies a function of values (n, C, 1) that returns (n, C) to values (..., C), some rows at a time, so that the
+    tensor of values and normals stays small."""
+
+    @wraps(function)
+    def wrapped(self: ResidualMixture, values: Tensor) -> Tensor:
+        outputs, k = self.weights.shape
+        values = values.double().broadcast_to(torch.broadcast_shapes(values.shape, (outputs,)))
+        parts = values.reshape(-1, outputs, 1).split(rows_that_fit(outputs * k))
+        return torch.cat([function(self, part) for part in parts]).reshape(values.shape)
+
+    return wrapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,29 +114,41 @@ class ResidualMixture:
         """A copy on another device."""
         return ResidualMixture(self.weights.to(device), self.shifts.to(device), self.spreads.to(device))
 
+    @by_rows
     def log_density(self, z: Tensor) -> Tensor:
         """log p(z)."""
-        return self._by_rows(self._log_density, z)
+        fit = ((z - self.shifts) / self.spreads).square() + math.log(2.0 * math.pi)
+        return (self.weights.log() - self.spreads.log() - 0.5 * fit).logsumexp(-1)
 
+    @by_rows
     def cdf(self, z: Tensor) -> Tensor:
         """The probability of a residual of at most z."""
-        return self._by_rows(self._cdf, z)
+        return (self.weights * torch.special.ndtr((z - self.shifts) / self.spreads)).sum(-1)
 
+    @by_rows
     def crps(self, z: Tensor) -> Tensor:
         """The continuous ranked probability score, E|X - z| - ½ E|X - X'|."""
-        apart = self.shifts[:, :, None] - self.shifts[:, None]
+        between = self.shifts[:, :, None] - self.shifts[:, None]
         spread = self.spreads[:, :, None].hypot(self.spreads[:, None])
-        pairs = torch.einsum("cj,ck,cjk->c", self.weights, self.weights, mean_absolute(apart, spread))
+        pairs = torch.einsum("cj,ck,cjk->c", self.weights, self.weights, mean_absolute(between, spread))
+        return (self.weights * mean_absolute(z - self.shifts, self.spreads)).sum(-1) - 0.5 * pairs
 
-        def distance(part: Tensor) -> Tensor:
-            return (self.weights * mean_absolute(part - self.shifts, self.spreads)).sum(-1)
-
-        return self._by_rows(distance, z) - 0.5 * pairs
-
+    @by_rows
     def quantile(self, level: Tensor) -> Tensor:
-        """The z at which `cdf` is the level, for levels (..., C) in (0, 1)."""
-        level = level.double().broadcast_to(torch.broadcast_shapes(level.shape, self.weights.shape[:1]))
-        return self._by_rows(self._quantile, level)
+        """The z at which `cdf` is the level, in (0, 1)."""
+        # Newton's method within a bracket: the quantile of a mixture lies among those of its normals.
+        parts = self.shifts + self.spreads * torch.special.ndtri(level)
+        low, high, level = parts.amin(-1), parts.amax(-1), level.squeeze(-1)
+        z = 0.5 * (low + high)
+        for _ in range(NEWTON_STEPS):
+            over = self.cdf(z) - level
+            low, high = torch.where(over < 0, z, low), torch.where(over < 0, high, z)
+            newton = z - over / self.log_density(z).exp()
+            following = torch.where((newton > low) & (newton < high), newton, 0.5 * (low + high))
+            if bool(((following - z).abs() <= 1e-14 * (1.0 + z.abs())).all()):
+                break
+            z = following
+        return following
 
     def sample(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
         """Independent draws of shape (..., C)."""
@@ -133,34 +160,6 @@ class ResidualMixture:
         k = torch.searchsorted(ends, columns, right=True)
         shift, spread = (part.gather(-1, k).T.reshape(shape) for part in (self.shifts, self.spreads))
         return shift + spread * noise
-
-    def _log_density(self, z: Tensor) -> Tensor:  # (..., C, 1) -> (..., C)
-        fit = ((z - self.shifts) / self.spreads).square() + math.log(2.0 * math.pi)
-        return (self.weights.log() - self.spreads.log() - 0.5 * fit).logsumexp(-1)
-
-    def _cdf(self, z: Tensor) -> Tensor:
-        return (self.weights * torch.special.ndtr((z - self.shifts) / self.spreads)).sum(-1)
-
-    def _quantile(self, level: Tensor) -> Tensor:
-        """Newton's method within a bracket: the quantile of a mixture lies among those of its normals."""
-        parts = self.shifts + self.spreads * torch.special.ndtri(level)
-        low, high, level = parts.amin(-1), parts.amax(-1), level.squeeze(-1)
-        z = 0.5 * (low + high)
-        for _ in range(NEWTON_STEPS):
-            over = self._cdf(z[..., None]) - level
-            low, high = torch.where(over < 0, z, low), torch.where(over < 0, high, z)
-            newton = z - over / self._log_density(z[..., None]).exp()
-            following = torch.where((newton > low) & (newton < high), newton, 0.5 * (low + high))
-            if bool(((following - z).abs() <= 1e-14 * (1.0 + z.abs())).all()):
-                break
-            z = following
-        return following
-
-    def _by_rows(self, function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-        """function(z) for some rows at a time, so that the tensor of values and normals stays small."""
-        outputs, k = self.weights.shape
-        rows = z.double().reshape(-1, outputs, 1)
-        return torch.cat([function(part) for part in rows.split(rows_that_fit(outputs * k))]).reshape(z.shape)
 
 
 NORMAL = ResidualMixture(*(torch.tensor([[value]], dtype=torch.float64) for value in (1.0, 0.0, 1.0)))
