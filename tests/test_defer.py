@@ -153,9 +153,9 @@ def test_many_classes_are_worked_out_some_rows_at_a_time(monkeypatch):
 def test_unknown_names_and_the_other_tasks_are_refused():
     with pytest.raises(OptionError, match=r"'entropy', 'least_confidence', .* got 'doubt'"):
         classes().defer(0.1, by="doubt")
-    with pytest.raises(WrongTaskError, match="entropy is for classification; this is a RegressionPredictive"):
+    with pytest.raises(WrongTaskError, match="RegressionPredictive has no entropy: that is for classification"):
         reals().defer(0.1, by="entropy")
-    with pytest.raises(WrongTaskError, match="mutual_information is for classification"):
+    with pytest.raises(WrongTaskError, match="no mutual_information: that is for classification"):
         reals().defer(0.1, by="mutual_information")
 
 

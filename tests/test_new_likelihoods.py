@@ -13,9 +13,8 @@ from scipy import integrate, stats  # type: ignore[import-untyped]
 
 from posthoc import FMGP, MAP, DataError, OptionError, Outputs, compare
 from posthoc.evaluate.evaluate import evaluate
-from posthoc.likelihoods import registry
 from posthoc.likelihoods.base import Likelihood
-from posthoc.likelihoods.registry import make_likelihood
+from posthoc.likelihoods.registry import LIKELIHOODS, make_likelihood
 from posthoc.predictive.latent import IndependentLatent
 from tests.cases import QUICK
 from tests.likelihoods.bernoulli import BernoulliLikelihood
@@ -121,20 +120,8 @@ def test_targets_of_another_kind_are_refused() -> None:
         FMGP(None, BernoulliLikelihood(), alpha=0.5)
 
 
-def test_installed_packages_offer_likelihoods(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Entry:
-        def load(self) -> type[Likelihood]:
-            return PoissonLikelihood
-
-    asked = []
-
-    def entry_points(group: str, name: str) -> list[Entry]:
-        asked.append((group, name))
-        return [Entry()] if name == "counts" else []
-
-    monkeypatch.setattr(registry, "entry_points", entry_points)
-    monkeypatch.setattr(registry, "KINDS", dict(registry.KINDS))
-    assert isinstance(make_likelihood("counts"), PoissonLikelihood)
-    with pytest.raises(OptionError, match="registered names"):
+def test_names_are_those_of_the_registry() -> None:
+    assert isinstance(make_likelihood("poisson"), PoissonLikelihood)
+    assert LIKELIHOODS.group == "posthoc.likelihoods"
+    with pytest.raises(OptionError, match="registered names are bernoulli, categorical"):
         make_likelihood("ranks")
-    assert asked == [("posthoc.likelihoods", "counts"), ("posthoc.likelihoods", "ranks")]

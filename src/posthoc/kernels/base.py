@@ -105,7 +105,7 @@ def gram(kernel: Kernel, z: Points) -> Tensor:
 class BlockKernel(Kernel):
     """A kernel that reads one block."""
 
-    options = ("on",)
+    options: ClassVar[tuple[str, ...]] = ("on",)
 
     def __init__(self, on: Space | None) -> None:
         super().__init__()
