@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from posthoc import Outputs
 from posthoc.collect.outputs import join
-from posthoc.integrations.models import Predictor
+from posthoc.integrations.models import Plan, Predictor, open_predictor
 
 SIDE, CLASSES, FEATURES = 8, 3, 4
 NET, TRANSFORM = "tests.collecting_cases:tiny_net", "tests.collecting_cases:centred"
@@ -111,6 +111,11 @@ def raw(rows: int) -> Tensor:
 
 def images(rows: int) -> list[Any]:
     return [image(row) for row in range(rows)]
+
+
+def predictor(name: str, **options: Any) -> Predictor:
+    """The predictor that a string names."""
+    return open_predictor(Plan(name, **options))
 
 
 def outputs(predictor: Predictor, inputs: list[Any]) -> Outputs:

@@ -399,10 +399,10 @@ def test_command_keeps_failures_and_goes_on(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_command_outlives_a_method_that_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(function: Any, trial: command.Trial) -> Any:
-        if trial.name == "temperature":
+    def killed(function: Any, name: str, *args: Any) -> Any:
+        if name == "temperature":
             raise BrokenProcessPool
-        return function(trial)
+        return function(name, *args)
 
     monkeypatch.setattr(command, "in_fresh_process", killed)
     out = posthoc("train.npz", "--test", "test.npz", "-o", "r", "--methods", "temperature,map")

@@ -18,8 +18,7 @@ from torch import nn
 
 from posthoc import DataError, FileError, LayerError, MissingExtraError, OptionError, Outputs, PosthocWarning
 from posthoc.collect.fingerprint import fingerprint
-from posthoc.integrations.models import open_predictor
-from tests.collecting_cases import NET, TinyNet, assert_close, expected, images, outputs, raw
+from tests.collecting_cases import NET, TinyNet, assert_close, expected, images, outputs, predictor, raw
 
 ROWS = 5
 
@@ -49,18 +48,18 @@ def test_a_module_in_the_current_folder(package):
         "def returns_a_number(): return 3\n"
     )
     for name in ("make", "ready"):
-        found = outputs(open_predictor(f"own_nets.small:{name}", weights="none", trust_code=True), images(ROWS))
+        found = outputs(predictor(f"own_nets.small:{name}", weights="none", trust_code=True), images(ROWS))
         assert_close(found, expected(raw(ROWS)), "outputs", "features")
     for name in ("number", "returns_a_number"):
         with pytest.raises(OptionError, match="got int"):
-            open_predictor(f"own_nets.small:{name}", weights="none", trust_code=True)
-    with pytest.raises(OptionError, match="It has: TinyNet, make, ready"):
-        open_predictor("own_nets.small:absent", trust_code=True)
+            predictor(f"own_nets.small:{name}", weights="none", trust_code=True)
+    with pytest.raises(OptionError, match="has no attribute 'absent'"):
+        predictor("own_nets.small:absent", trust_code=True)
     with pytest.raises(OptionError, match="cannot be imported"):
-        open_predictor("own_nets.absent:make", trust_code=True)
+        predictor("own_nets.absent:make", trust_code=True)
 
 
-def test_code_is_not_run_unless_it_is_trusted(package):
+def test_code_is_not_run_unless_it_is_trusted(package, fake_libraries):
     (package / "own_nets.py").write_text("raise SystemExit('this ran')")
     (package / "net.pt").write_bytes(b"")
     (package / "net.pt2").write_bytes(b"")
@@ -68,83 +67,66 @@ def test_code_is_not_run_unless_it_is_trusted(package):
         {"name": "own_nets:make"},
         {"name": "net.pt"},
         {"name": "net.pt2"},
+        {"name": "torchvision:tiny", "transform": "own_nets:transform"},
     ]:
         with pytest.raises(OptionError, match=r"could do anything.*--trust-code"):
-            open_predictor(**options)
+            predictor(**options)
     assert "own_nets" not in sys.modules
-
-
-def test_a_transform_is_not_run_unless_it_is_trusted(package, fake_libraries):
-    (package / "own_nets.py").write_text("raise SystemExit('this ran')")
-    with pytest.raises(OptionError, match=r"could do anything.*--trust-code"):
-        open_predictor("torchvision:tiny", transform="own_nets:transform")
     with pytest.raises(OptionError, match=r"package\.module:function"):
-        open_predictor("torchvision:tiny", transform="resize")
-
-
-def test_the_path_of_imports_stays_and_is_the_current_folder_while_a_function_builds_its_network(package):
-    (package / "own_helper.py").write_text("from tests.collecting_cases import TinyNet\n")
-    (package / "own_nets.py").write_text("def make():\n    from own_helper import TinyNet\n    return TinyNet()\n")
-    before = list(sys.path)
-    open_predictor("own_nets:make", weights="none", trust_code=True)
-    assert sys.path == before
+        predictor("torchvision:tiny", transform="resize")
 
 
 def test_a_network_without_weights_is_told_to_be_random():
     with pytest.warns(PosthocWarning, match=r"those of a random network unless .* --weights FILE, or --weights none"):
-        open_predictor(NET, trust_code=True)
+        predictor(NET, trust_code=True)
 
 
 def test_any_callable_has_outputs_but_no_layers():
-    predictor = open_predictor("tests.collecting_cases:mean_of_pixels", trust_code=True)
+    opened = predictor("tests.collecting_cases:mean_of_pixels", trust_code=True)
     wanted = raw(ROWS).flatten(1).mean(1, keepdim=True)
-    assert_close(outputs(predictor, images(ROWS)), Outputs(wanted), "outputs")
-    assert predictor.identity["network"] is None
+    assert_close(outputs(opened, images(ROWS)), Outputs(wanted), "outputs")
+    assert opened.identity["network"] is None
     with pytest.raises(LayerError, match=r"Expected an nn.Module"):
-        open_predictor("tests.collecting_cases:mean_of_pixels", trust_code=True, layer="fc")
+        predictor("tests.collecting_cases:mean_of_pixels", trust_code=True, layer="fc")
 
 
 def test_the_identity_tells_weights_layers_and_transforms_apart():
     net, other = (
-        open_predictor(f"tests.collecting_cases:{name}", weights="none", trust_code=True)
+        predictor(f"tests.collecting_cases:{name}", weights="none", trust_code=True)
         for name in ("tiny_net", "other_net")
     )
     assert net.identity["network"] == fingerprint(TinyNet())
     assert other.identity["network"] != net.identity["network"]
-    assert open_predictor(NET, weights="none", trust_code=True, layer="conv").identity["layer"] == "conv"
-    own = open_predictor(NET, weights="none", trust_code=True, transform="tests.collecting_cases:centred")
+    assert predictor(NET, weights="none", trust_code=True, layer="conv").identity["layer"] == "conv"
+    own = predictor(NET, weights="none", trust_code=True, transform="tests.collecting_cases:centred")
     assert own.identity["transform"] == "tests.collecting_cases:centred"
 
 
 def test_what_names_no_predictor_is_refused(tmp_path):
     for name in ("resnet50", "torchvision:", "net.h5"):
         with pytest.raises(OptionError, match="Expected a predictor such as torchvision:resnet50"):
-            open_predictor(name, trust_code=True)
+            predictor(name, trust_code=True)
     with pytest.raises(FileError, match="found none at"):
-        open_predictor(str(tmp_path / "absent.onnx"))
-    with pytest.raises(OptionError, match="device"):
-        open_predictor(NET, weights="none", trust_code=True, device="abacus")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there_is_refused():
-    with pytest.raises(OptionError, match="PyTorch sees no GPU"):
-        open_predictor(NET, weights="none", trust_code=True, device="cuda")
+        predictor(str(tmp_path / "absent.onnx"))
+    for device in ("abacus", "cuda:99"):
+        with pytest.raises(OptionError, match="Expected a device"):
+            predictor(NET, weights="none", trust_code=True, device=device)
 
 
 # Files of weights
 
 
-@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"epoch": 3, "state_dict": state}])
-def test_weights_from_a_file(tmp_path, wrap):
+def test_weights_from_a_file(tmp_path):
     trained = TinyNet(seed=9)
-    torch.save(wrap(trained.state_dict()), tmp_path / "w.pt")
-    save_file(trained.state_dict(), tmp_path / "w.safetensors")
-    torch.save({f"module.{name}": value for name, value in trained.state_dict().items()}, tmp_path / "parallel.pth")
-    for name in ("w.pt", "w.safetensors", "parallel.pth"):
-        predictor = open_predictor(NET, weights=str(tmp_path / name), trust_code=True)
-        assert_close(outputs(predictor, images(ROWS)), expected(raw(ROWS), net=trained), "outputs", "features")
-        assert predictor.identity["network"] == fingerprint(trained)
+    state = trained.state_dict()
+    torch.save(state, tmp_path / "w.pt")
+    torch.save({"epoch": 3, "state_dict": state}, tmp_path / "checkpoint.pt")
+    torch.save({f"module.{name}": value for name, value in state.items()}, tmp_path / "parallel.pth")
+    save_file(state, tmp_path / "w.safetensors")
+    for path in tmp_path.iterdir():
+        opened = predictor(NET, weights=str(path), trust_code=True)
+        assert_close(outputs(opened, images(ROWS)), expected(raw(ROWS), net=trained), "outputs", "features")
+        assert opened.identity["network"] == fingerprint(trained)
 
 
 class Bomb:
@@ -161,7 +143,7 @@ def test_weights_are_never_unpickled(tmp_path, monkeypatch):
     (tmp_path / "bomb.pth").write_bytes(pickle.dumps(Bomb()))
     for name in ("bomb.pt", "bomb.pth"):
         with pytest.raises(FileError, match="could run code"):
-            open_predictor(NET, weights=str(tmp_path / name), trust_code=True)
+            predictor(NET, weights=str(tmp_path / name), trust_code=True)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -178,13 +160,11 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
         ("absent.safetensors", "found none at"),
     ]:
         with pytest.raises(FileError, match=message):
-            open_predictor(NET, weights=str(tmp_path / name), trust_code=True)
+            predictor(NET, weights=str(tmp_path / name), trust_code=True)
     with pytest.raises(OptionError, match="got the name 'DEFAULT'"):
-        open_predictor(NET, weights="DEFAULT", trust_code=True)
+        predictor(NET, weights="DEFAULT", trust_code=True)
     with pytest.raises(OptionError, match=r"Expected an nn.Module to put weights into"):
-        open_predictor(
-            "tests.collecting_cases:mean_of_pixels", weights=str(tmp_path / "seven.safetensors"), trust_code=True
-        )
+        predictor("tests.collecting_cases:mean_of_pixels", weights=str(tmp_path / "seven.safetensors"), trust_code=True)
 
 
 # torchvision and timm, by stand-ins with the same functions
@@ -256,10 +236,10 @@ def fake_libraries(monkeypatch):
     ],
 )
 def test_published_weights(fake_libraries, name, weights, seed, bright):
-    predictor = open_predictor(name, weights=weights)
+    opened = predictor(name, weights=weights)
     wanted = expected(raw(ROWS) + bright, net=TinyNet(seed=seed))
-    assert_close(outputs(predictor, images(ROWS)), wanted, "outputs", "features")
-    assert predictor.identity["transform"] == f"Brighter( by={bright} )"
+    assert_close(outputs(opened, images(ROWS)), wanted, "outputs", "features")
+    assert opened.identity["transform"] == f"Brighter( by={bright} )"
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
 
@@ -268,9 +248,9 @@ def test_a_file_of_weights_with_and_without_the_transform(fake_libraries, tmp_pa
     trained = TinyNet(num_classes=7, seed=5)
     save_file(trained.state_dict(), tmp_path / "w.safetensors")
     for transform, bright in ((None, 0.2), ("none", 0.0)):
-        predictor = open_predictor(name, weights=str(tmp_path / "w.safetensors"), transform=transform)
+        opened = predictor(name, weights=str(tmp_path / "w.safetensors"), transform=transform)
         wanted = expected(raw(ROWS) + bright, net=trained)
-        assert_close(outputs(predictor, images(ROWS)), wanted, "outputs", "features")
+        assert_close(outputs(opened, images(ROWS)), wanted, "outputs", "features")
 
 
 @pytest.mark.parametrize(
@@ -284,12 +264,12 @@ def test_a_file_of_weights_with_and_without_the_transform(fake_libraries, tmp_pa
 )
 def test_names_that_do_not_exist(fake_libraries, name, weights, message):
     with pytest.raises(OptionError, match=message):
-        open_predictor(name, weights=weights)
+        predictor(name, weights=weights)
 
 
 def test_a_network_for_images_refuses_numbers(fake_libraries):
     with pytest.raises(DataError, match="Expected an image a row for this predictor, got numbers"):
-        outputs(open_predictor("torchvision:tiny"), [np.ones(3)])
+        outputs(predictor("torchvision:tiny"), [np.ones(3)])
 
 
 # The libraries themselves, where they are
@@ -311,15 +291,15 @@ def real_network(library: str) -> tuple[Any, Any]:
 def test_the_real_library(library, tmp_path):
     net, transform = real_network(library)
     save_file(net.state_dict(), tmp_path / "w.safetensors")
-    predictor = open_predictor(f"{library}:resnet18", weights=str(tmp_path / "w.safetensors"))
-    found = outputs(predictor, images(ROWS))
+    opened = predictor(f"{library}:resnet18", weights=str(tmp_path / "w.safetensors"))
+    found = outputs(opened, images(ROWS))
     with torch.no_grad():
         wanted = net.eval()(torch.stack([transform(picture) for picture in images(ROWS)]))
     torch.testing.assert_close(found.outputs, wanted)
     assert found.features is not None
     torch.testing.assert_close(net.fc(found.features), wanted)
     with pytest.raises(OptionError, match="resnet18"):
-        open_predictor(f"{library}:resnet_18")
+        predictor(f"{library}:resnet_18")
 
 
 def test_real_published_weights_are_never_unpickled(tmp_path, monkeypatch):
@@ -330,13 +310,13 @@ def test_real_published_weights_are_never_unpickled(tmp_path, monkeypatch):
     cache.parent.mkdir(parents=True)
     net = models.resnet18()
     torch.save(net.state_dict(), cache)
-    found = outputs(open_predictor("torchvision:resnet18", weights="IMAGENET1K_V1"), images(ROWS))
+    found = outputs(predictor("torchvision:resnet18", weights="IMAGENET1K_V1"), images(ROWS))
     with torch.no_grad():
         torch.testing.assert_close(found.outputs, net.eval()(torch.stack([transform(i) for i in images(ROWS)])))
     monkeypatch.setenv("POSTHOC_TEST_BOMB", str(tmp_path / "exploded"))
     torch.save({"fc.weight": Bomb()}, cache)
     with pytest.raises(pickle.UnpicklingError):
-        open_predictor("torchvision:resnet18")
+        predictor("torchvision:resnet18")
     assert not (tmp_path / "exploded").exists()
 
 
@@ -354,4 +334,4 @@ def test_a_missing_library_says_what_to_install(package, monkeypatch, name, libr
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, f"{library}.models", raising=False)
     with pytest.raises(MissingExtraError, match=rf"pip install 'posthoc\[{extra}\]'"):
-        open_predictor(name)
+        predictor(name)

@@ -1,4 +1,4 @@
-"""Networks saved as programs (TorchScript, torch.export, ONNX): each says what the network says."""
+"""Networks saved as programs (TorchScript, torch.export, ONNX): each returns what the network returns."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from posthoc import DataError, FileError, LayerError, OptionError
-from posthoc.integrations.models import open_predictor
-from tests.collecting_cases import Pair, TinyNet, WithFeatures, assert_close, expected, images, outputs, raw
+from tests.collecting_cases import Pair, TinyNet, WithFeatures, assert_close, expected, images, outputs, predictor, raw
 
 ROWS = 5
 
@@ -30,53 +29,47 @@ def programs(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["scripted.ts", "traced.pt", "exported.pt2"])
-def test_programs_say_what_the_network_says(programs, name):
-    predictor = open_predictor(str(programs / name), trust_code=True)
-    assert_close(outputs(predictor, images(ROWS)), expected(raw(ROWS)), "outputs")
-    assert predictor.identity["predictor"] == name
-
-
-def test_numbers_are_cast_to_what_a_program_computes_in(programs):
-    doubles = list(raw(ROWS).double().numpy())
-    for name in ("scripted.ts", "exported.pt2"):
-        predictor = open_predictor(str(programs / name), trust_code=True)
-        assert_close(outputs(predictor, doubles), expected(raw(ROWS)), "outputs")
+def test_programs_return_what_the_network_returns(programs, name):
+    opened = predictor(str(programs / name), trust_code=True)
+    for inputs in (images(ROWS), list(raw(ROWS).double().numpy())):  # real numbers are cast to the network's dtype
+        assert_close(outputs(opened, inputs), expected(raw(ROWS)), "outputs")
+    assert opened.identity["predictor"] == name
 
 
 def test_an_exported_program_has_its_layers(programs):
-    predictor = open_predictor(str(programs / "exported.pt2"), layer="pool", trust_code=True)
-    assert_close(outputs(predictor, images(ROWS)), expected(raw(ROWS)), "outputs", "features")
+    opened = predictor(str(programs / "exported.pt2"), layer="pool", trust_code=True)
+    assert_close(outputs(opened, images(ROWS)), expected(raw(ROWS)), "outputs", "features")
     with pytest.raises(LayerError, match=r"The layers are: .*pool"):
-        open_predictor(str(programs / "exported.pt2"), layer="nowhere", trust_code=True)
+        predictor(str(programs / "exported.pt2"), layer="nowhere", trust_code=True)
 
 
 def test_torchscript_gives_features_by_name(programs):
-    predictor = open_predictor(str(programs / "named.ts"), layer="pooled", trust_code=True)
-    assert_close(outputs(predictor, images(ROWS)), expected(raw(ROWS)), "outputs", "features")
-    assert predictor.identity["layer"] == "pooled"
+    opened = predictor(str(programs / "named.ts"), layer="pooled", trust_code=True)
+    assert_close(outputs(opened, images(ROWS)), expected(raw(ROWS)), "outputs", "features")
+    assert opened.identity["layer"] == "pooled"
     assert_close(
-        outputs(open_predictor(str(programs / "named.ts"), trust_code=True), images(ROWS)),
+        outputs(predictor(str(programs / "named.ts"), trust_code=True), images(ROWS)),
         expected(raw(ROWS)),
         "outputs",
     )
-    pair = open_predictor(str(programs / "pair.ts"), layer="0", trust_code=True)
+    pair = predictor(str(programs / "pair.ts"), layer="0", trust_code=True)
     assert_close(outputs(pair, images(ROWS)), expected(raw(ROWS)), "outputs", "features")
     for name, returned in [("named.ts", "logits, pooled"), ("scripted.ts", "0"), ("pair.ts", "0, 1")]:
         with pytest.raises(LayerError, match=f"It returns: {returned}"):
-            outputs(open_predictor(str(programs / name), layer="conv", trust_code=True), images(ROWS))
+            outputs(predictor(str(programs / name), layer="conv", trust_code=True), images(ROWS))
 
 
 def test_a_program_is_known_by_its_bytes(programs, tmp_path):
+    digests = []
     for name in ("scripted.ts", "exported.pt2"):
-        mark = open_predictor(str(programs / name), trust_code=True).identity["network"]
         copy = tmp_path / name
         copy.write_bytes((programs / name).read_bytes())
-        assert open_predictor(str(copy), trust_code=True).identity["network"] == mark
+        digests += [predictor(str(path), trust_code=True).identity["network"] for path in (programs / name, copy)]
     torch.jit.script(TinyNet(seed=1)).save(tmp_path / "scripted.ts")
-    assert (
-        open_predictor(str(tmp_path / "scripted.ts"), trust_code=True).identity["network"]
-        != (open_predictor(str(programs / "scripted.ts"), trust_code=True).identity["network"])
-    )
+    digests.append(predictor(str(tmp_path / "scripted.ts"), trust_code=True).identity["network"])
+    assert digests[0] == digests[1]
+    assert digests[2] == digests[3]
+    assert len(set(digests)) == 3
 
 
 def test_files_that_are_no_programs_are_refused(tmp_path):
@@ -84,9 +77,9 @@ def test_files_that_are_no_programs_are_refused(tmp_path):
     (tmp_path / "text.pt2").write_text("no")
     for name, message in [("weights.pt", "--weights FILE"), ("text.pt2", "torch.export.save")]:
         with pytest.raises(FileError, match=message):
-            open_predictor(str(tmp_path / name), trust_code=True)
+            predictor(str(tmp_path / name), trust_code=True)
     with pytest.raises(OptionError, match="has them"):
-        open_predictor(str(tmp_path / "weights.pt"), trust_code=True, weights="w.pt")
+        predictor(str(tmp_path / "weights.pt"), trust_code=True, weights="w.pt")
 
 
 @pytest.fixture(scope="module")
@@ -113,28 +106,28 @@ def onnx_graphs(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["any.onnx", "two.onnx"])
-def test_onnx_says_what_the_network_says(onnx_graphs, name):
+def test_onnx_returns_what_the_network_returns(onnx_graphs, name):
     path = str(onnx_graphs / name)
-    assert_close(outputs(open_predictor(path), images(ROWS)), expected(raw(ROWS)), "outputs")
-    predictor = open_predictor(path, layer="pooled")
-    assert_close(outputs(predictor, images(ROWS)), expected(raw(ROWS)), "outputs", "features")
-    assert_close(outputs(predictor, list(raw(ROWS).double().numpy())), expected(raw(ROWS)), "outputs", "features")
+    assert_close(outputs(predictor(path), images(ROWS)), expected(raw(ROWS)), "outputs")
+    opened = predictor(path, layer="pooled")
+    assert_close(outputs(opened, images(ROWS)), expected(raw(ROWS)), "outputs", "features")
+    assert_close(outputs(opened, list(raw(ROWS).double().numpy())), expected(raw(ROWS)), "outputs", "features")
 
 
 def test_onnx_is_known_by_its_graph_and_the_weights_beside_it(onnx_graphs, tmp_path):
-    mark = open_predictor(str(onnx_graphs / "any.onnx")).identity["network"]
+    mark = predictor(str(onnx_graphs / "any.onnx")).identity["network"]
     for file in onnx_graphs.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert open_predictor(str(tmp_path / "any.onnx")).identity["network"] == mark
+    assert predictor(str(tmp_path / "any.onnx")).identity["network"] == mark
     (tmp_path / "any.onnx.data").write_bytes(np.zeros(10_000).tobytes())
-    assert open_predictor(str(tmp_path / "any.onnx")).identity["network"] != mark
+    assert predictor(str(tmp_path / "any.onnx")).identity["network"] != mark
 
 
 def test_onnx_errors_are_ours(onnx_graphs, tmp_path):
     with pytest.raises(LayerError, match="The outputs are: logits, pooled"):
-        open_predictor(str(onnx_graphs / "any.onnx"), layer="conv")
+        predictor(str(onnx_graphs / "any.onnx"), layer="conv")
     (tmp_path / "text.onnx").write_text("no")
     with pytest.raises(FileError, match="Expected an ONNX graph"):
-        open_predictor(str(tmp_path / "text.onnx"))
+        predictor(str(tmp_path / "text.onnx"))
     with pytest.raises(DataError, match="inputs that the graph can be run on"):
-        outputs(open_predictor(str(onnx_graphs / "any.onnx")), [np.ones((3, 2), np.float32)] * 2)
+        outputs(predictor(str(onnx_graphs / "any.onnx")), [np.ones((3, 2), np.float32)] * 2)

@@ -18,8 +18,8 @@ ROWS = 23
 
 
 def test_a_cluster_collects_and_predicts_as_one_process_does(tmp_path, monkeypatch):
-    pytest.importorskip("ray")
-    from posthoc.integrations.ray import cluster, collect_with_ray, predict_with_ray, require
+    ray = pytest.importorskip("ray")
+    from posthoc.integrations.ray import collect_with_ray, predict_with_ray
 
     np.savez(tmp_path / "d.npz", inputs=raw(ROWS).numpy(), targets=np.arange(ROWS) % 3)
     plan = Plan(NET, str(tmp_path / "d.npz"), inputs=True, weights="none", trust_code=True)
@@ -36,16 +36,19 @@ def test_a_cluster_collects_and_predicts_as_one_process_does(tmp_path, monkeypat
     FMGP(None, "classification", **QUICK).fit(local).save(tmp_path / "head.safetensors")
     wanted = FMGP.load(tmp_path / "head.safetensors").predict(local)
 
-    with cluster(require("ray", "ray", "")):
+    ray.init(include_dashboard=False, log_to_driver=False)
+    try:
         monkeypatch.chdir(tmp_path)  # the actors stay where they are
         relative = Plan(NET, "d.npz", inputs=True, weights="none", trust_code=True)
         found = collect_with_ray(relative, tmp_path / "ray", batch_size=4, actors=2)
         assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3), "outputs", "targets", "features", "inputs")
         assert contents(tmp_path / "ray") == contents(tmp_path / "local")
 
-        parts = list(predict_with_ray("head.safetensors", "ray", rows=5, actors=1))
+        parts = list(predict_with_ray("head.safetensors", "ray", rows=5))
         assert [len(part) for part in parts] == [5, 5, 5, 5, 3]
         assert same(answers(type(wanted).cat(parts)), answers(wanted))
+    finally:
+        ray.shutdown()
 
 
 def test_an_actor_predicts_from_named_columns_of_a_table(tmp_path):

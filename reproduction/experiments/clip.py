@@ -22,7 +22,7 @@ from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import PosthocError, UnavailableError
 from posthoc.fmgp import FMGP
-from posthoc.integrations.transformers import ImageProcessor, require_all_loaded
+from posthoc.integrations.libraries import image_transform, require_all_loaded
 from posthoc.integrations.transforms import Collate
 from posthoc.methods import MAP, Temperature
 from posthoc.optional import require
@@ -212,4 +212,4 @@ def load_clip(
     network = ZeroShotClassifier(model, F.normalize(texts, dim=-1)).eval().to(device)
     backbone = Backbone(network, "embedding", None)
     origin = f"the folder {FOLDER}" if local else MODEL
-    return backbone, Collate(ImageProcessor(processor), backbone.dtype), origin
+    return backbone, Collate(image_transform(processor), backbone.dtype), origin

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from posthoc.errors import DataError, PosthocError, UnavailableError
 from posthoc.fmgp import FMGP
 from posthoc.integrations.datasets import ImageFolder
-from posthoc.integrations.models import Predictor, open_predictor
+from posthoc.integrations.models import Plan, Predictor, open_predictor
 from posthoc.integrations.transforms import Collate
 from posthoc.methods import ELLA, MAP, MFVI, Temperature
 from reproduction.data.files import DataFolder
@@ -152,7 +152,7 @@ class Images:
     @cached_property
     def predictor(self) -> Predictor:
         try:
-            return open_predictor(f"torchvision:{self.case}", weights=WEIGHTS, device=self.request.device)
+            return open_predictor(Plan(f"torchvision:{self.case}", weights=WEIGHTS, device=self.request.device))
         except PosthocError:
             raise
         except OSError as error:  # of a download
@@ -167,9 +167,9 @@ class Images:
         assert network is not None
         return network
 
-    @cached_property
+    @property
     def collate(self) -> Collate:
-        return Collate(self.predictor.transform, self.predictor.backbone.dtype)
+        return self.predictor.collate
 
     def fit_data(self, variant: Variant) -> FitData:
         """The data that a variant is fitted on."""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import signal
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 
 from posthoc.cli import collect, compare, demo, evaluate, fit, predict, report
-from posthoc.cli.shared import log_to_stderr
-from posthoc.errors import PosthocError, PosthocWarning
+from posthoc.cli.shared import messages_on_stderr
+from posthoc.errors import PosthocError
 
 __all__ = ["app", "main", "run"]
 
@@ -22,16 +17,13 @@ LONGEST_MESSAGE = 1000
 """The most characters of an error message."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (
-    demo.demo,
-    collect.collect,
-    fit.fit,
-    predict.predict,
-    evaluate.evaluate,
-    compare.compare,
-    report.report,
-):
-    app.command()(command)
+app.command()(demo.demo)
+app.command()(collect.collect)
+app.command()(fit.fit)
+app.command()(predict.predict)
+app.command()(evaluate.evaluate)
+app.command()(compare.compare)
+app.command()(report.report)
 
 
 def print_version(wanted: bool) -> None:
@@ -73,29 +65,3 @@ def fail(message: str) -> NoReturn:
         shown = f"{shown[: LONGEST_MESSAGE - 300]} ... {shown[-290:]}"
     typer.echo(f"posthoc: {shown}", err=True)
     sys.exit(1)
-
-
-@contextmanager
-def messages_on_stderr() -> Iterator[None]:
-    """Inside, warnings and log messages are lines on stderr, and SIGTERM raises SystemExit, so that temporary files
-    are removed."""
-    show_warning = warnings.showwarning
-
-    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if issubclass(category, PosthocWarning):
-            typer.echo(f"posthoc: {message}", err=True)
-        else:
-            show_warning(message, category, *where, **more)
-
-    def terminate(number: int, frame: object) -> NoReturn:
-        sys.exit(128 + number)
-
-    handler = log_to_stderr()
-    previous = signal.signal(signal.SIGTERM, terminate)
-    warnings.showwarning = show
-    try:
-        yield
-    finally:
-        warnings.showwarning = show_warning
-        signal.signal(signal.SIGTERM, previous)
-        logging.getLogger("posthoc").removeHandler(handler)

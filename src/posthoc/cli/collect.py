@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from posthoc.cli.shared import Engine, interruptible
-
-if TYPE_CHECKING:
-    from posthoc.collect.outputs import Outputs
+from posthoc.cli.shared import Engine, describe, interruptible
 
 __all__ = ["collect"]
 
@@ -25,25 +22,19 @@ run_option = partial(typer.Option, rich_help_panel="Running")
 
 PREDICTOR = "torchvision:NAME, timm:NAME, hf:NAME-OR-FOLDER, package.module:function, or a file: .onnx, .pt, .ts, .pt2."
 DATA = "A folder of images (one sub-folder a class, or images alone), .parquet, .csv, .jsonl, .npz, or hf:NAME:SPLIT."
-LAYER = (
-    "The layer whose output is stored as features (of ONNX and TorchScript, another output). Default: the input of the "
-    "last linear layer."
-)
+LAYER = "The layer whose output is the features (ONNX, TorchScript: an output). Default: the last linear layer's input."
 WEIGHTS = (
-    "Published weights (DEFAULT, IMAGENET1K_V2; a timm tag; a revision on the hub), or a file: .safetensors, or a "
+    "Published weights (DEFAULT, IMAGENET1K_V2; a timm tag; a revision on the hub) or a file: .safetensors, or a "
     "state_dict that torch.save wrote. none: the function of an import string loads its own."
 )
 TRANSFORM = (
-    "package.module:function, which gets one input (a PIL.Image in RGB, a text, or an array of numbers) and returns a "
-    "tensor without a batch axis; or none (images as numbers in [0, 1]). Default: what belongs to the weights."
+    "package.module:function, from one input (a PIL.Image in RGB, a text or an array) to a tensor without a batch "
+    "axis; or none (images as numbers in [0, 1]). Default: what belongs to the weights."
 )
 TRUST = "Allow what runs code of its own: import strings, TorchScript and torch.export files."
 INPUT_COLUMN = "The column of the inputs; repeat it for several columns of numbers. Default: image, text, inputs, x ..."
 TARGET_COLUMN = "The column of the targets. Default: label, target, y ..."
-WORKERS = (
-    f"Processes that read the data (default: one a processor, at most {MAX_WORKERS}; none for .npz), or Ray's actors "
-    "(default: one a GPU, or else one a processor)."
-)
+WORKERS = f"Processes that read data (default: one a processor, at most {MAX_WORKERS}; none for .npz), or Ray's actors."
 
 
 def collect(
@@ -60,7 +51,7 @@ def collect(
     device: Annotated[str | None, run_option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")] = None,
     batch_size: Annotated[int, run_option(min=1, help="Rows that the predictor is run on at a time.")] = 64,
     workers: Annotated[int | None, run_option(min=0, help=WORKERS)] = None,
-    engine: Annotated[Engine, run_option(help="This process, or a Ray cluster.")] = Engine.local,
+    engine: Annotated[Engine, run_option(help="This process, or a Ray cluster.")] = "local",
     force: Annotated[bool, run_option("--force", help="Start the folder over, whatever is in it.")] = False,
 ) -> None:
     """Runs a predictor once over a data set and stores its outputs, the features and the targets.
@@ -89,7 +80,7 @@ def collect(
         trust_code=trust_code,
     )
     with interruptible(f"run the same command again to go on in {out}"):
-        if engine is Engine.ray:
+        if engine == "ray":
             from posthoc.integrations.ray import collect_with_ray
 
             collected = collect_with_ray(plan, out, batch_size=batch_size, actors=workers, force=force)
@@ -109,14 +100,6 @@ def collect(
                 workers=readers if workers is None else workers,
                 force=force,
             )
-    typer.echo(f"wrote {out}: {describe(collected)}")
-
-
-def describe(outputs: Outputs) -> str:
-    """The number of rows and the shapes of the arrays, in words."""
-    parts = {name: getattr(outputs, name) for name in ("outputs", "features", "inputs", "targets")}
-    widths = [
-        f"{name} of {' x '.join(map(str, part.shape[1:])) or '1'}" for name, part in parts.items() if part is not None
-    ]
-    absent = "" if outputs.features is not None else " (no features: name a layer with --layer)"
-    return f"{len(outputs):,} rows, {', '.join(widths)}{absent}"
+    advice = "; no features: name a layer with --layer" if collected.features is None else ""
+    targets = "with" if collected.targets is not None else "without"
+    typer.echo(f"wrote {out}: {describe(collected)} {targets} targets{advice}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -29,26 +28,22 @@ def evaluate(
     """Scores a head on new data, beside the bare predictor (in regression: with its best constant noise)."""
     if json_ is not None:
         shared.require_output(json_, force=force, inputs=(head, test, ood))
-    from posthoc import methods
-    from posthoc.evaluate.evaluate import evaluate as evaluate_method
-
-    columns = shared.Columns(outputs, targets, features, inputs)
-    method = methods.load(head, device=device)
-    rows = columns.open(test)
-    odd_rows = replace(columns, targets=None).open(ood) if ood is not None else None
-    figures = evaluate_method(method, rows, ood=odd_rows)
-    show(figures, method.name, len(rows))
-    if json_ is not None:
-        shared.write_text(json_, json.dumps(figures, indent=2) + "\n")
-        typer.echo(f"wrote {json_}")
-
-
-def show(figures: dict[str, float], name: str, rows: int) -> None:
-    """Print the figures of the bare predictor and of the head as a table."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "bare predictor", name, title=f"{rows:,} rows", title_justify="left")
+    from posthoc import methods
+    from posthoc.collect import open_outputs
+    from posthoc.evaluate.evaluate import evaluate as evaluate_method
+
+    columns = shared.read_columns(outputs=outputs, targets=targets, features=features, inputs=inputs)
+    method = methods.load(head, device=device)
+    rows = open_outputs(test, columns=columns)
+    ood_rows = open_outputs(ood, columns=shared.without_targets(columns)) if ood is not None else None
+    figures = evaluate_method(method, rows, ood=ood_rows)
+    table = Table("", "bare predictor", method.name, title=f"{len(rows):,} rows", title_justify="left")
     for figure in (key for key in figures if not key.startswith("base_")):
         table.add_row(figure, f"{figures[f'base_{figure}']:.4f}", f"{figures[figure]:.4f}")
     Console().print(table)
+    if json_ is not None:
+        shared.write_text(json_, json.dumps(figures, indent=2) + "\n")
+        typer.echo(f"wrote {json_}")

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from posthoc.cli import shared
-from posthoc.errors import FileError
 
 __all__ = ["fit"]
 
@@ -45,31 +44,29 @@ def fit(
     """
     # A resumed run that was finished writes the same head again.
     shared.require_output(out, force=force or resume, inputs=(data, val, config))
-    if checkpoint is not None and (checkpoint / "outputs.json").exists():
-        raise FileError(f"Expected a folder for --checkpoint, got a folder of outputs: {checkpoint}.")
-    options = shared.read_config(config, set_ or [])
+    options = shared.read_config(config, set_)
     if outputs_are is not None:
-        options["outputs_are"] = outputs_are.value
+        options["outputs_are"] = outputs_are
+    from posthoc.collect import open_outputs
     from posthoc.evaluate.compare import task_of
     from posthoc.methods import method_named
     from posthoc.training.distributed import distributed
 
     if seed is not None:
         options |= method_named(method).known_options({"seed": seed})
-    columns = shared.Columns(outputs, targets, features, inputs)
+    columns = shared.read_columns(outputs=outputs, targets=targets, features=features, inputs=inputs)
     begin = time.perf_counter()
     with distributed(device) as ranks:
-        rows = columns.open(data)
-        if task is None:
-            task = shared.Task(task_of(None, rows))
-            if ranks.first:
-                typer.echo(f"posthoc: taken as {task.value}, by the targets (--task says otherwise)", err=True)
-        head = shared.build_method(method, task.value, options, ranks.place(device))
+        rows = open_outputs(data, columns=columns)
+        likelihood = task or task_of(None, rows)
+        if task is None and ranks.first:
+            typer.echo(f"posthoc: taken as {likelihood}, by the targets (--task says otherwise)", err=True)
+        head = shared.build_method(method, likelihood, options, ranks.place(device))
         advice = "add --resume to go on" if checkpoint else "with --checkpoint FOLDER a fit can be resumed"
         with shared.interruptible(advice):
             head.fit(
                 rows,
-                val=columns.open(val) if val is not None else None,
+                val=open_outputs(val, columns=columns) if val is not None else None,
                 num_data=num_data,
                 checkpoint=checkpoint,
                 checkpoint_every=checkpoint_every,

@@ -17,7 +17,7 @@ def predict(
     data: Annotated[str, typer.Argument(help="Outputs of the same predictor on new data; targets are not needed.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the table goes: .parquet or .csv.")],
     device: shared.Device = None,
-    engine: shared.EngineOption = shared.Engine.local,
+    engine: shared.EngineOption = "local",
     outputs: shared.OutputColumns = None,
     features: shared.Features = None,
     inputs: shared.Inputs = None,
@@ -28,14 +28,15 @@ def predict(
 
     shared.require_output(out, force=force, inputs=(head, data))
     require_table(out)
-    columns = shared.Columns(outputs, None, features, inputs)
-    if engine is shared.Engine.ray:
+    columns = shared.read_columns(outputs=outputs, features=features, inputs=inputs)
+    if engine == "ray":
         from posthoc.integrations.ray import predict_with_ray
 
-        parts = predict_with_ray(head, data, columns=columns.named())
+        parts = predict_with_ray(head, data, columns=columns)
     else:
         from posthoc import methods
+        from posthoc.collect import open_outputs
 
-        parts = methods.load(head, device=device).stream(columns.open(data))
+        parts = methods.load(head, device=device).stream(open_outputs(data, columns=columns))
     rows = write_predictions(parts, out)
     typer.echo(f"wrote {rows:,} predictions to {out}")

@@ -1,67 +1,43 @@
-"""Options that several commands share, and how commands read their inputs and check their outputs."""
+"""Options that several commands share, and how commands read their inputs, check their outputs and show messages."""
 
 from __future__ import annotations
 
 import logging
-import stat
+import signal
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from posthoc.errors import FileError, OptionError
+from posthoc.errors import FileError, OptionError, PosthocWarning
 
 if TYPE_CHECKING:
     from posthoc.base import Method
     from posthoc.collect.outputs import Outputs
 
-LARGEST_SEED = 2**63 - 1
-MAX_CONFIG = 2**20
-"""The largest TOML file that is read, in bytes."""
-
 INTERRUPTED = 130
 """The exit code of a command that was interrupted from the keyboard."""
-
-
-class Engine(StrEnum):
-    """What runs the work."""
-
-    local = "local"
-    ray = "ray"
-
-
-class Task(StrEnum):
-    """What is predicted."""
-
-    regression = "regression"
-    classification = "classification"
-
-
-class Kind(StrEnum):
-    """What a classifier's outputs are."""
-
-    logits = "logits"
-    log_probs = "log-probs"
-    probs = "probs"
-
 
 DATA = (
     "Outputs on data that the network has not memorized: a .npz, .safetensors, Parquet or CSV file, or a folder; "
     "'file.npz[:5000]' for some rows."
 )
 
+Engine = Literal["local", "ray"]
+Task = Literal["regression", "classification"]
+Kind = Literal["logits", "log-probs", "probs"]
+
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing results.")]
 EngineOption = Annotated[Engine, typer.Option("--engine", help="This process, or a Ray cluster (extra: ray).")]
 TaskOption = Annotated[Task | None, typer.Option("--task", help="What is predicted. Default: known from the targets.")]
 OutputsAre = Annotated[Kind | None, typer.Option(help="What a classifier's outputs are. Default: logits.")]
 Config = Annotated[Path | None, typer.Option(help="The options of methods, as TOML.")]
-Seed = Annotated[int | None, typer.Option(min=0, max=LARGEST_SEED, help="Seed of everything random.")]
+Seed = Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of everything random.")]
 Device = Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda, cuda:1. Default: the CPU.")]
 column_option = partial(typer.Option, rich_help_panel="Columns of a table (Parquet or CSV)")
 OutputColumns = Annotated[
@@ -71,48 +47,42 @@ Targets = Annotated[str | None, column_option("--targets", help="The column with
 Features = Annotated[str | None, column_option("--features", help="Columns with the features.")]
 Inputs = Annotated[str | None, column_option("--inputs", help="Columns with the inputs.")]
 
+Columns = dict[str, str | list[str]] | None
+"""The columns of tables by what they hold, as `open_outputs` takes them."""
+
 
 # Inputs
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The columns of tables, as the options name them."""
-
-    outputs: str | None = None
-    targets: str | None = None
-    features: str | None = None
-    inputs: str | None = None
-
-    def named(self) -> dict[str, str | list[str]] | None:
-        """The columns by what they hold, or None where none is named."""
-        lists = {}
-        for role, text in vars(self).items():
-            if text is not None:
-                names = [name.strip() for name in text.split(",")]
-                lists[role] = names if len(names) > 1 or "*" in text else names[0]
-        return lists or None
-
-    def open(self, path: str) -> Outputs:
-        """The outputs at a path."""
-        from posthoc.collect import open_outputs
-
-        return open_outputs(path, columns=self.named())
+def read_columns(**options: str | None) -> Columns:
+    """The columns that the options name, or None where none is named."""
+    columns: dict[str, str | list[str]] = {}
+    for role, text in options.items():
+        if text is not None:
+            names = [name.strip() for name in text.split(",")]
+            columns[role] = names if len(names) > 1 or "*" in text else names[0]
+    return columns or None
 
 
-def read_config(path: Path | None, settings: list[str]) -> dict[str, Any]:
+def without_targets(columns: Columns) -> Columns:
+    """The columns of a table that need not have targets."""
+    return {role: names for role, names in (columns or {}).items() if role != "targets"} or None
+
+
+def read_config(path: Path | None, settings: list[str] | None) -> dict[str, Any]:
     """A method's options from a TOML file, and from `--set name=value`, which comes after it."""
     import tomllib
 
+    from posthoc.io import require_regular
+
     options: dict[str, Any] = {}
     if path is not None:
+        require_regular(path)
         try:
-            if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > MAX_CONFIG:
-                raise FileError(f"Expected a TOML file of at most {MAX_CONFIG:,} bytes as --config, got {path}.")
             options = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FileError(f"Expected TOML in {path}, found something else ({error}).") from error
-    for setting in settings:
+    for setting in settings or ():
         name, equals, value = setting.partition("=")
         if not equals:
             raise OptionError(f"Expected --set name=value, got {setting!r}.")
@@ -143,11 +113,9 @@ def build_method(name: str, task: str, options: dict[str, Any], device: str | No
     table = options.pop("likelihood", {})
     if not isinstance(table, dict) or "type" in table:
         raise OptionError("Expected [likelihood] to be a table of options, and the task to come from --task.")
-    likelihood = make_likelihood({"type": task, **table})
-    if isinstance(options.get("kernel"), dict | str):
-        spec = options["kernel"]
+    if isinstance(spec := options.get("kernel"), dict | str):
         options["kernel"] = kernel_from_spec({"type": spec} if isinstance(spec, str) else spec)
-    return method_named(name)(None, likelihood, device=device, **options)
+    return method_named(name)(None, make_likelihood({"type": task, **table}), device=device, **options)
 
 
 def describe(rows: Outputs) -> str:
@@ -176,15 +144,14 @@ def require_output(path: Path, *, force: bool, inputs: Iterable[str | Path | Non
     from posthoc.io import require_writable
 
     require_writable(path)
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise FileError(f"Expected the path of a regular file to write, found a link or a device: {path}.")
     if (path.parent / "outputs.json").exists():
         raise FileError(f"Expected a place outside folders of outputs, got {path}: write elsewhere.")
+    if not path.exists():
+        return
     for name in inputs:
-        given = split_range(name)[0] if name is not None else None
-        if given is not None and given.exists() and path.exists() and path.samefile(given):
+        if name is not None and (given := split_range(name)[0]).exists() and path.samefile(given):
             raise FileError(f"Expected another file to write than the input {name}.")
-    if path.exists() and not force:
+    if not force:
         raise FileError(f"Expected a new file to write, found {path} there already: use --force, or another.")
 
 
@@ -209,11 +176,31 @@ def interruptible(advice: str) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def log_to_stderr() -> logging.Handler:
-    """Show the messages of the package on stderr; returns the handler."""
+@contextmanager
+def messages_on_stderr() -> Iterator[None]:
+    """Inside, warnings and log messages are lines on stderr, and SIGTERM raises SystemExit, so that temporary files
+    are removed."""
+    show_warning = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, PosthocWarning):
+            typer.echo(f"posthoc: {message}", err=True)
+        else:
+            show_warning(message, category, *where, **more)
+
+    def terminate(number: int, frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("posthoc: %(message)s"))
     logger = logging.getLogger("posthoc")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    return handler
+    previous = signal.signal(signal.SIGTERM, terminate)
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = show_warning
+        signal.signal(signal.SIGTERM, previous)
+        logger.removeHandler(handler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from posthoc.io import atomic_path, writing
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.classification import ClassificationPredictive
-from posthoc.predictive.regression import RegressionPredictive
 
 __all__ = ["require_table", "write_predictions"]
 
@@ -34,82 +33,67 @@ def write_predictions(parts: Iterable[Predictive], path: str | os.PathLike[str])
     Returns:
         The number of rows.
     """
-    write = require_table(path)
+    writer = require_table(path)
+    add: Callable[[Columns], object] | None = None
     rows = 0
-    with writing(path, "Make room, or write elsewhere."), atomic_path(path) as temporary, write(temporary) as add:
+    with writing(path, "Make room, or write elsewhere."), atomic_path(path) as temporary, ExitStack() as stack:
         for part in parts:
-            add(columns(part.cpu(), rows))
+            table = columns(part.cpu(), rows)
+            add = add or stack.enter_context(writer(temporary, table))
+            add(table)
             rows += len(part)
     return rows
 
 
 def columns(part: Predictive, first: int) -> Columns:
     """The columns of some rows, numbered from `first`."""
+    values = part.numpy()
     table: Columns = {"row": np.arange(first, first + len(part))}
     if isinstance(part, ClassificationPredictive):
-        label = part.labels
-        table["label"], table["probs"] = label.numpy(), part.probs.numpy()
-        table["entropy"] = part.entropy().numpy()
-        table["std"] = part.latent.std.gather(-1, label[:, None]).squeeze(-1).numpy()
-        return table
-    assert isinstance(part, RegressionPredictive)
-    for name, values in (("mean", part.mean.to(part.std.dtype)), ("std", part.std)):
-        table[name] = (values.squeeze(-1) if values.ndim == 2 and values.shape[1] == 1 else values).numpy()
+        std = part.latent.std.gather(-1, part.labels[:, None]).squeeze(-1).numpy()
+        return table | {"label": values["labels"], "probs": values["probs"], "entropy": values["entropy"], "std": std}
+    for name in ("mean", "std"):
+        table[name] = values[name][:, 0] if values[name].shape[1:] == (1,) else values[name]
     return table
 
 
-def require_table(path: str | os.PathLike[str]) -> Callable[[Path], Any]:
+def require_table(path: str | os.PathLike[str]) -> Callable[[Path, Columns], Any]:
     """The function that writes a table of this suffix; raises, before the work, if there is none."""
     suffix = Path(path).suffix
     if suffix == ".csv":
-        return write_csv
+        return csv_writer
     if suffix != ".parquet":
         raise OptionError(f"Expected a table to write, a .parquet or a .csv, got {Path(path).name!r}.")
     require("pyarrow", "tables", "Writing Parquet")
-    return write_parquet
+    return parquet_writer
 
 
 @contextmanager
-def write_parquet(path: Path) -> Iterator[Callable[[Columns], None]]:
+def parquet_writer(path: Path, first: Columns) -> Iterator[Callable[[Columns], object]]:
+    """Gives a function that adds rows to a Parquet file with the columns of `first`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    writer: Any = None
+    def as_arrow(table: Columns) -> Any:
+        return pa.table({name: list(values) if values.ndim > 1 else values for name, values in table.items()})
 
-    def add(table: Columns) -> None:
-        nonlocal writer
-        block = pa.table(
-            {
-                name: pa.array(values)
-                if values.ndim == 1
-                else pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
-                for name, values in table.items()
-            }
-        )
-        writer = writer or pq.ParquetWriter(path, block.schema)
-        writer.write_table(block)
-
-    try:
-        yield add
-    finally:
-        if writer is not None:
-            writer.close()
+    with pq.ParquetWriter(path, as_arrow(first).schema) as writer:
+        yield lambda table: writer.write_table(as_arrow(table))
 
 
 @contextmanager
-def write_csv(path: Path) -> Iterator[Callable[[Columns], None]]:
+def csv_writer(path: Path, first: Columns) -> Iterator[Callable[[Columns], object]]:
+    """Gives a function that adds rows to a CSV file with the columns of `first`."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
+        writer.writerow(flat(first))
+        yield lambda table: writer.writerows(zip(*flat(table).values(), strict=True))
 
-        def add(table: Columns) -> None:
-            flat = {}
-            for name, values in table.items():
-                if values.ndim == 1:
-                    flat[name] = values.tolist()
-                else:
-                    flat |= {f"{name}_{i}": values[:, i].tolist() for i in range(values.shape[1])}
-            if not file.tell():
-                writer.writerow(flat)
-            writer.writerows(zip(*flat.values(), strict=True))
 
-        yield add
+def flat(table: Columns) -> dict[str, list[Any]]:
+    """The columns as lists; an array of several columns becomes name_0, name_1, ..."""
+    return {
+        name if values.ndim == 1 else f"{name}_{i}": column.tolist()
+        for name, values in table.items()
+        for i, column in enumerate(values.reshape(len(values), -1).T)
+    }

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import reprlib
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -80,12 +81,12 @@ def choose_columns(existing: Sequence[str], inputs: Sequence[str], target: str |
 # Images
 
 
-def read_image(content: bytes | str | os.PathLike[str], name: str) -> Any:
-    """Read an image in color from its file or its bytes; errors call it `name`."""
+def read_image(source: Any, name: str) -> Any:
+    """Read an image in color from a `Path`, a file, or an address that fsspec knows; errors call it `name`."""
     library = require("PIL.Image", "images", "Reading images")
-    source: Any = io.BytesIO(content) if isinstance(content, bytes) else content
+    opened = require("fsspec", "hf", "Reading images").open(source) if isinstance(source, str) else nullcontext(source)
     try:
-        with library.open(source) as image:
+        with opened as file, library.open(file) as image:
             return image.convert("RGB")
     # Pillow's errors have no common base: a damaged file fails as the reader of its format does.
     except (OSError, ValueError, SyntaxError, EOFError, library.DecompressionBombError) as error:
@@ -145,9 +146,9 @@ class ArrayRows:
                     raise DataError(f"Expected one array of inputs in an .npz file, got {', '.join(columns.inputs)}.")
                 self.inputs = file[columns.inputs[0]]
                 self.targets = file[columns.target] if columns.target is not None else None
+        except PosthocError:
+            raise
         except (zipfile.BadZipFile, ValueError, EOFError, OSError, KeyError) as error:
-            if isinstance(error, PosthocError):
-                raise
             raise FileError(f"Expected arrays of numbers in {path}, found what cannot be read ({error}).") from error
         for name, array in (("inputs", self.inputs), ("targets", self.targets)):
             if array is not None and (array.dtype.kind not in "fiub" or not array.ndim or not len(array)):
@@ -155,15 +156,13 @@ class ArrayRows:
         if self.targets is not None and len(self.targets) != len(self.inputs):
             rows = f"{len(self.targets)} and {len(self.inputs)}"
             raise DataError(f"Expected as many targets as inputs in {path}, found {rows}.")
-        if self.inputs.ndim == 1:
-            self.inputs = self.inputs[:, None]
         self.identity = {"kind": "npz", "rows": len(self), "digest": file_digest(path), "columns": columns._asdict()}
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def __getitem__(self, row: int) -> tuple[Any, Any]:
-        return self.inputs[row], None if self.targets is None else self.targets[row]
+        return np.atleast_1d(self.inputs[row]), None if self.targets is None else self.targets[row]
 
 
 # Tables and the Hugging Face hub, by the library `datasets`
@@ -216,9 +215,8 @@ slow to read, so that several processes should read them."""
 def open_table(path: Path, inputs: Sequence[str], target: str | None) -> TableRows:
     """Open a Parquet, CSV or JSON file, which `datasets` converts once and keeps in its cache."""
     library = require("datasets", "hf", f"Reading {path.name}")
-    builder = {"parquet": library.Dataset.from_parquet, "csv": library.Dataset.from_csv}
     with translated_errors(f"a table with at least one row in {path}", library):
-        table = builder.get(TABLES[path.suffix], library.Dataset.from_json)(str(path))
+        table = getattr(library.Dataset, f"from_{TABLES[path.suffix]}")(str(path))
     columns = choose_columns(table.column_names, inputs, target)
     identity = {"kind": "table", "rows": len(table), "digest": file_digest(path), "columns": columns._asdict()}
     return TableRows(undecoded(table, library), columns, path.name, identity)
@@ -231,22 +229,31 @@ def open_hub(name: str, inputs: Sequence[str], target: str | None) -> TableRows 
     set is run.
     """
     library = require("datasets", "hf", "A Hugging Face data set")
-    path, *rest = name.split(":")
-    split = rest.pop() if rest else None
+    path, *configuration = name.split(":")
+    split = configuration.pop() if configuration else None
     folder = Path(path)
     with translated_errors(f"a data set on the Hugging Face hub or a folder of one at {path!r}", library):
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
             splits = library.load_from_disk(path)
-            digest = listing_digest(walk(folder))
+            files = walk(folder)
         else:
-            builder = library.load_dataset_builder(path, *rest)
+            builder = library.load_dataset_builder(path, *configuration)
             splits = builder.as_streaming_dataset()
             # The addresses of files on the hub contain the commit; local files are known by name and size.
-            files = [str(file) for part in (builder.config.data_files or {}).values() for file in part]
-            digest = listing_digest(walk(folder) if folder.is_dir() else ((file, 0) for file in files))
-    table = choose_split(splits, split, path)
+            named = ((str(file), 0) for part in (builder.config.data_files or {}).values() for file in part)
+            files = walk(folder) if folder.is_dir() else named
+    if not isinstance(splits, dict):
+        if split is not None:
+            raise OptionError(f"Expected no split for {path!r}, which has none, got {split!r}.")
+        table = splits
+    elif split is None and len(splits) == 1:
+        (table,) = splits.values()
+    elif split in splits:
+        table = splits[split]
+    else:
+        raise OptionError(f"Expected one of the splits {', '.join(splits)}, got {split}: write hf:{path}:SPLIT.")
     columns = choose_columns(table.column_names or list(next(iter(table))), inputs, target)
-    identity = {"kind": "hf", "split": split, "digest": digest, "columns": columns._asdict()}
+    identity = {"kind": "hf", "split": split, "digest": listing_digest(files), "columns": columns._asdict()}
     rows = TableRows if isinstance(table, library.Dataset) else StreamedRows
     return rows(undecoded(table, library), columns, path, identity)
 
@@ -259,19 +266,6 @@ def translated_errors(expected: str, library: Any) -> Iterator[None]:
     except (OSError, ValueError, library.exceptions.DatasetsError) as error:
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise FileError(f"Expected {expected}, found what cannot be read: {reason}") from error
-
-
-def choose_split(splits: Any, split: str | None, path: str) -> Any:
-    """The split that was asked for, or the only one."""
-    if not isinstance(splits, dict):
-        if split is not None:
-            raise OptionError(f"Expected no split for {path!r}, which has none, got {split!r}.")
-        return splits
-    if split is None and len(splits) == 1:
-        return next(iter(splits.values()))
-    if split not in splits:
-        raise OptionError(f"Expected one of the splits {', '.join(splits)}, got {split}: write hf:{path}:SPLIT.")
-    return splits[split]
 
 
 def undecoded(table: Any, library: Any) -> Any:
@@ -298,33 +292,26 @@ def to_input(value: Any, feature: Any, name: str, place: str) -> Any:
     if isinstance(value, str):
         return value
     if isinstance(value, bytes):
-        return read_image(value, place)
-    if isinstance(value, dict) and "bytes" in value:
-        path = value.get("path")
-        content = value["bytes"] if value["bytes"] is not None else path
-        if content is None:
+        value = {"bytes": value, "path": None}
+    if isinstance(value, dict) and "bytes" in value:  # an image as `datasets` stores it
+        content, path = value["bytes"], value["path"]
+        if content is None and path is None:
             raise DataError(f"Expected the bytes or the path of an image in {place}, found neither.")
-        return read_image(content, f"{place} ({path})" if path else place)
+        return read_image(io.BytesIO(content) if content is not None else path, f"{place} ({path})" if path else place)
     return np.atleast_1d(to_numbers(value, feature, name, place))
 
 
 def to_numbers(value: Any, feature: Any, name: str, place: str) -> np.ndarray[Any, Any]:
     """A number or lists of numbers, in the type of the column."""
-    if value is None:
-        raise DataError(f"Expected a value in every row, found none in column {name!r} of {place}.")
     while hasattr(feature, "feature"):  # lists say what is in them
         feature = feature.feature
-    try:
-        array = np.asarray(value, getattr(feature, "dtype", None))
-    except ValueError as error:
-        raise DataError(
-            f"Expected lists of numbers of one length in column {name!r} of {place}, got others."
-        ) from error
-    except TypeError:
-        array = np.asarray(value)
-    if array.dtype.kind not in "fiub":
-        advice = "Turn the names of classes into numbers from 0 first."
-        raise DataError(f"Expected numbers in column {name!r} of {place}, got {array.dtype}. {advice}")
+    array = None
+    if value is not None:
+        with suppress(TypeError, ValueError):
+            array = np.asarray(value, getattr(feature, "dtype", None))
+    if array is None or array.dtype.kind not in "fiub":
+        expected = f"numbers, or lists of numbers of one length, in column {name!r} of {place}"
+        raise DataError(f"Expected {expected}, got {reprlib.repr(value)}. Number the names of classes from 0 first.")
     return array
 
 

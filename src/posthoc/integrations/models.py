@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -21,11 +21,10 @@ from posthoc.collect.fingerprint import fingerprint
 from posthoc.collect.network import Backbone
 from posthoc.errors import FileError, LayerError, OptionError, PosthocWarning
 from posthoc.integrations.datasets import Rows, file_digest, open_data
+from posthoc.integrations.libraries import LIBRARIES, load_weights, weights_file
 from posthoc.integrations.onnx import OnnxGraph, onnx_files
-from posthoc.integrations.transformers import load_transformers
-from posthoc.integrations.transforms import Collate, Each, Plain, Transform
-from posthoc.integrations.weights import load_weights, only_tensors, sized_for, weights_file
-from posthoc.optional import require
+from posthoc.integrations.transforms import PLAIN, Collate, Transform, for_each
+from posthoc.validation import known_device
 
 __all__ = ["Plan", "Predictor", "open_predictor"]
 
@@ -34,135 +33,89 @@ PROGRAMS = (".pt", ".ts", ".pt2", ".onnx")
 
 
 @dataclass(frozen=True)
+class Plan:
+    """Which predictor to run over which data, in words alone, so that other processes and machines can do it.
+
+    Args:
+        predictor: `torchvision:NAME`, `timm:NAME`, `hf:NAME`, `package.module:function` or a file (.onnx, .pt, .ts,
+            .pt2).
+        data: What `open_data` opens.
+        layer: Where features are taken; by default the input of the last linear layer.
+        weights: Published weights by name, a file of weights, or "none" for a function that loads its own.
+        transform: An import string, "none", or None for the transform that belongs to the weights.
+        input_columns: The columns of the inputs, where the data are a table.
+        target_column: The column of the targets.
+        inputs: Whether the inputs are stored.
+        device: Where the network runs; by default on a GPU if there is one.
+        trust_code: Allow what runs code: import strings, TorchScript and torch.export files.
+    """
+
+    predictor: str
+    data: str = ""
+    layer: str | None = None
+    weights: str | None = None
+    transform: str | None = None
+    input_columns: tuple[str, ...] = ()
+    target_column: str | None = None
+    inputs: bool = False
+    device: str | None = None
+    trust_code: bool = False
+
+    def open(self) -> tuple[Predictor, Rows]:
+        """Open the predictor, whose identity then includes the data, and the data."""
+        data = open_data(self.data, input_columns=self.input_columns, target_column=self.target_column)
+        predictor = open_predictor(self)
+        identity = {**predictor.identity, "data": data.identity, "inputs": self.inputs}
+        return replace(predictor, identity=identity), data
+
+
+@dataclass(frozen=True)
 class Predictor:
     """A predictor ready to be run, what makes its batches, and what its outputs depend on."""
 
     backbone: Backbone
-    transform: Transform
+    collate: Collate
     identity: dict[str, Any]
 
-    @property
-    def collate(self) -> Collate:
-        """Makes a batch for the predictor of rows of data."""
-        return Collate(self.transform, self.backbone.dtype)
 
-
-def open_predictor(
-    name: str,
-    *,
-    layer: str | None = None,
-    weights: str | None = None,
-    transform: str | None = None,
-    device: str | torch.device | None = None,
-    trust_code: bool = False,
-) -> Predictor:
-    """Open the predictor that a string names.
-
-    Args:
-        name: `torchvision:NAME`, `timm:NAME`, `hf:NAME`, `package.module:function` or a file (.onnx, .pt, .ts, .pt2).
-        layer: Where features are taken; by default the input of the last linear layer.
-        weights: Published weights by name, a file of weights, or "none" for a function that loads its own.
-        transform: An import string, "none", or None for the transform that belongs to the weights.
-        device: Where the network runs; by default on a GPU if there is one.
-        trust_code: Allow what runs code: import strings, TorchScript and torch.export files.
-    """
+def open_predictor(plan: Plan) -> Predictor:
+    """Open the predictor of a plan."""
+    name, layer = plan.predictor, plan.layer
     scheme, _, rest = name.partition(":")
-    own: Transform = Plain()
-    identity: dict[str, Any]
+    device = known_device(plan.device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    transform, network = PLAIN, None
     if scheme in LIBRARIES and rest:
-        model, own = LIBRARIES[scheme](rest, weights)
-        backbone = Backbone(model.to(choose_device(device)), layer, None)
-        # A local folder is known by its name: it may be moved.
-        identity = {"predictor": f"{scheme}:{Path(rest).resolve().name if Path(rest).is_dir() else rest}"}
+        with only_tensors():
+            model, transform = LIBRARIES[scheme](rest, plan.weights)
+        backbone = Backbone(model.to(device), layer, None)
+        if Path(rest).is_dir():  # it may be moved
+            name = f"{scheme}:{Path(rest).resolve().name}"
     elif Path(name).suffix in PROGRAMS:
-        backbone, files = open_program(Path(name), layer, weights, choose_device(device), trust_code)
-        identity = {"predictor": Path(name).name, "network": file_digest(*files)}
+        backbone = open_program(plan, device)
+        path = Path(name)
+        name, network = path.name, file_digest(*(onnx_files(path) if path.suffix == ".onnx" else [path]))
     elif rest:
-        backbone = open_import(name, layer, weights, device, trust_code)
-        identity = {"predictor": name}
+        backbone = open_import(plan, device)
     else:
         known = f"timm:NAME, hf:NAME, package.module:function or a file ({', '.join(PROGRAMS)})"
         raise OptionError(f"Expected a predictor such as torchvision:resnet50, {known}, got {name!r}.")
-    chosen = open_transform(transform, own, trust_code)
-    taken = f"input of {backbone.layer}" if layer is None and backbone.layer is not None else layer
-    if "network" not in identity:
-        identity["network"] = fingerprint(backbone.module)
-    return Predictor(backbone, chosen, {**identity, "layer": taken, "transform": chosen.description})
+    if plan.transform is not None:
+        transform = open_transform(plan.transform, plan.trust_code)
+    identity = {
+        "predictor": name,
+        "network": network or fingerprint(backbone.module),
+        "layer": f"input of {backbone.layer}" if layer is None and backbone.layer is not None else layer,
+        "transform": transform.description,
+    }
+    return Predictor(backbone, Collate(transform, backbone.dtype), identity)
 
 
-def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, or the best there is."""
-    has_gpu = torch.cuda.is_available()
-    if device is None:
-        return torch.device("cuda" if has_gpu else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise OptionError(f"Expected a device such as cpu, cuda or cuda:1, got {device!r}.") from error
-    if chosen.type == "cuda" and not has_gpu:
-        raise OptionError(f"Expected a device that is there, got {device!r}, but PyTorch sees no GPU: use cpu.")
-    return chosen
-
-
-# Libraries of networks
-
-
-def load_torchvision(name: str, weights: str | None) -> tuple[nn.Module, Each]:
-    """A torchvision model with weights by name (`DEFAULT`, `IMAGENET1K_V2`) or from a file.
-
-    The transform belongs to the published weights, or to the default ones if the weights are in a file.
-    """
-    models = require("torchvision.models", "torchvision", "A torchvision predictor")
-    require_name(name, models.list_models(), "torchvision")
-    published = models.get_model_weights(name)
-    path = weights_file(weights)
-    chosen = "DEFAULT" if weights is None or path is not None else weights.rpartition(".")[2]
-    if chosen not in published.__members__:
-        known = ", ".join(published.__members__) or "none"
-        raise OptionError(f"Expected weights of {name} or a file of weights, got {chosen!r}. The weights are: {known}.")
-    if path is not None:
-        model = sized_for(path, lambda **size: models.get_model(name, weights=None, **size))
-    else:
-        with only_tensors():
-            model = models.get_model(name, weights=published[chosen])
-    return model, each_image(published[chosen].transforms())
-
-
-def load_timm(name: str, weights: str | None) -> tuple[nn.Module, Each]:
-    """A timm model such as `resnet50` or `resnet50.a1_in1k`, with its default weights, those of a tag, or a file's."""
-    timm = require("timm", "timm", "A timm predictor")
-    data = require("timm.data", "timm", "A timm predictor")
-    path = weights_file(weights)
-    if path is None and weights not in (None, "DEFAULT"):
-        name = f"{name.partition('.')[0]}.{weights}"
-    if ":" not in name:  # timm itself looks up names with a scheme, such as hf-hub:
-        require_name(name, timm.list_models(include_tags=True) + timm.list_models(), "timm")
-    if path is not None:
-        model = sized_for(path, lambda **size: timm.create_model(name, pretrained=False, **size))
-    else:
-        with only_tensors():
-            model = timm.create_model(name, pretrained=True)
-    return model, each_image(data.create_transform(**data.resolve_model_data_config(model), is_training=False))
-
-
-def require_name(name: str, known: Sequence[str], library: str) -> None:
-    """Refuse a name that the library does not know."""
-    if name not in known:
-        near = ", ".join(get_close_matches(name, known, 5))
-        hint = f"Do you mean {near}?" if near else f"See the list_models() of {library}."
-        raise OptionError(f"Expected the name of a {library} model (or of its weights), got {name!r}. {hint}")
-
-
-def each_image(transform: Callable[[Any], Any]) -> Each:
-    return Each(transform, " ".join(str(transform).split()), takes="an image")
-
-
-LIBRARIES: dict[str, Callable[[str, str | None], tuple[nn.Module, Transform]]] = {
-    "torchvision": load_torchvision,
-    "timm": load_timm,
-    "hf": load_transformers,
-}
-"""How the models of each library are loaded, by name and weights."""
+@contextmanager
+def only_tensors() -> Iterator[None]:
+    """Inside, every `torch.load`, also in other libraries, runs with `weights_only=True`."""
+    with patch.dict(os.environ, {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}):
+        os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
+        yield
 
 
 # Import strings, which run code
@@ -174,42 +127,29 @@ def require_trust(what: str, trusted: bool) -> None:
         raise OptionError(f"{what} runs code of its own, which could do anything: add --trust-code if you trust it.")
 
 
-@contextmanager
-def importing_from_here() -> Iterator[None]:
-    """Search the current folder first for imports, as `python -m` does."""
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):
-            sys.path.remove(folder)
+def import_object(string: str, trust_code: bool) -> Any:
+    """The object that an import string such as `package.module:name` names.
 
-
-def import_object(string: str, *, trust_code: bool) -> Any:
-    """The object that an import string such as `package.module:name` names."""
+    The current folder is searched first, as `python -m` does, from now on: the object may import more when it runs.
+    """
     require_trust(f"Importing {string!r}", trust_code)
     module_name, _, name = string.partition(":")
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        with importing_from_here():
-            module = import_module(module_name)
-    except ImportError as error:
-        reason = f"which cannot be imported from here or from the installed packages: {error}"
-        raise OptionError(f"Expected package.module:name, got {string!r}, {reason}") from error
-    try:
-        return reduce(getattr, name.split("."), module)
-    except AttributeError as error:
-        public = ", ".join([key for key in vars(module) if not key.startswith("_")][:20])
-        raise OptionError(f"Expected a name of {module_name!r}, got {name!r}. It has: {public}.") from error
+        return reduce(getattr, name.split("."), import_module(module_name))
+    except (ImportError, AttributeError) as error:
+        raise OptionError(
+            f"Expected package.module:name, got {string!r}, which cannot be imported: {error}."
+        ) from error
 
 
-def open_import(
-    name: str, layer: str | None, weights: str | None, device: str | torch.device | None, trust_code: bool
-) -> Backbone:
+def open_import(plan: Plan, device: torch.device) -> Backbone:
     """The network, or any callable, that an import string names or that the function it names returns."""
-    found = import_object(name, trust_code=trust_code)
-    with importing_from_here():
-        model = found() if callable(found) and not isinstance(found, nn.Module) else found
+    name, weights = plan.predictor, plan.weights
+    model = import_object(name, plan.trust_code)
+    if callable(model) and not isinstance(model, nn.Module):
+        model = model()
     if not callable(model):
         raise OptionError(f"Expected {name!r} to return a network (or any callable), got {type(model).__name__}.")
     path = weights_file(weights)
@@ -218,7 +158,7 @@ def open_import(
     if not isinstance(model, nn.Module):
         if path is not None:
             raise OptionError(f"Expected an nn.Module to put weights into, got {type(model).__name__} from {name!r}.")
-        return Backbone(model, layer, choose_device(device) if device is not None else None)
+        return Backbone(model, plan.layer, device if plan.device is not None else None)
     if path is not None:
         load_weights(model, path)
     elif weights is None:
@@ -228,46 +168,40 @@ def open_import(
             PosthocWarning,
             stacklevel=2,
         )
-    return Backbone(model.to(choose_device(device)), layer, None)
+    return Backbone(model.to(device), plan.layer, None)
 
 
-def open_transform(transform: str | None, own: Transform, trust_code: bool) -> Transform:
-    """The transform that was asked for, or the predictor's own."""
-    if transform is None:
-        return own
-    if transform == "none":
-        return Plain()
-    if ":" not in transform:
-        raise OptionError(f'Expected a transform such as package.module:function, or "none", got {transform!r}.')
-    return Each(import_object(transform, trust_code=trust_code), transform)
+def open_transform(name: str, trust_code: bool) -> Transform:
+    """The transform that --transform names."""
+    if name == "none":
+        return PLAIN
+    if ":" not in name:
+        raise OptionError(f'Expected a transform such as package.module:function, or "none", got {name!r}.')
+    return for_each(import_object(name, trust_code), name)
 
 
 # Networks saved as programs; loading TorchScript or torch.export runs code
 
 
-def open_program(
-    path: Path, layer: str | None, weights: str | None, device: torch.device, trust_code: bool
-) -> tuple[Backbone, list[Path]]:
-    """The network of a file that contains all of it, and the files it consists of."""
+def open_program(plan: Plan, device: torch.device) -> Backbone:
+    """The network of a file that contains all of it."""
+    path, layer = Path(plan.predictor), plan.layer
     if not path.is_file():
         raise FileError(f"Expected a file with a network, found none at {path}.")
-    if weights is not None:
+    if plan.weights is not None:
         raise OptionError(f"--weights is for networks without weights of their own: {path.name} has them.")
-    own_layer = "layer" if layer else None
     if path.suffix == ".onnx":
-        # ONNX Runtime takes its batches from the CPU.
-        return Backbone(
-            NamedOutputs(OnnxGraph(path, layer, device), layer), own_layer, torch.device("cpu")
-        ), onnx_files(path)
-    require_trust(f"Loading {path.name}", trust_code)
+        graph = NamedOutputs(OnnxGraph(path, layer, device), layer)
+        return Backbone(graph, "layer" if layer else None, torch.device("cpu"))  # where ONNX Runtime takes its batches
+    require_trust(f"Loading {path.name}", plan.trust_code)
     if path.suffix == ".pt2":
-        return Backbone(load_exported(path, device), layer, device), [path]
+        return Backbone(load_exported(path, device), layer, device)
     try:
         program = torch.jit.load(path, map_location=device)
     except RuntimeError as error:
         advice = "For a file of weights: posthoc collect package.module:network ... --weights FILE."
         raise FileError(f"Expected a TorchScript program, found something else in {path}. {advice}") from error
-    return Backbone(NamedOutputs(program, layer), own_layer, device), [path]
+    return Backbone(NamedOutputs(program, layer), "layer" if layer else None, device)
 
 
 def load_exported(path: Path, device: torch.device) -> nn.Module:
@@ -302,11 +236,10 @@ class NamedOutputs(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         returned = self.network(*args, **kwargs)
-        if isinstance(returned, Mapping):
-            values = {str(name): value for name, value in returned.items()}
-        else:
-            several = returned if isinstance(returned, tuple | list) else [returned]
-            values = {str(number): value for number, value in enumerate(several)}
+        if isinstance(returned, torch.Tensor):
+            returned = (returned,)
+        items = returned.items() if isinstance(returned, Mapping) else enumerate(returned)
+        values = {str(name): value for name, value in items}
         if self.features is not None:
             if self.features not in values:
                 raise LayerError(
@@ -314,41 +247,5 @@ class NamedOutputs(nn.Module):
                     f"{', '.join(values)}. To have features, compile it so that it returns them too."
                 )
             self.layer(values[self.features])
-        outputs = [value for name, value in values.items() if name != self.features]
-        return values.get("logits", outputs[0] if outputs else returned)
-
-
-# A predictor and data, in words
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which predictor to run over which data, in words alone, so that other processes and machines can do it.
-
-    The fields are the arguments of `open_predictor` and `open_data`; `inputs` says whether the inputs are stored.
-    """
-
-    predictor: str
-    data: str
-    layer: str | None = None
-    weights: str | None = None
-    transform: str | None = None
-    input_columns: tuple[str, ...] = ()
-    target_column: str | None = None
-    inputs: bool = False
-    device: str | None = None
-    trust_code: bool = False
-
-    def open(self) -> tuple[Predictor, Rows]:
-        """Open the predictor, whose identity then includes the data, and the data."""
-        data = open_data(self.data, input_columns=self.input_columns, target_column=self.target_column)
-        predictor = open_predictor(
-            self.predictor,
-            layer=self.layer,
-            weights=self.weights,
-            transform=self.transform,
-            device=self.device,
-            trust_code=self.trust_code,
-        )
-        identity = {**predictor.identity, "data": data.identity, "inputs": self.inputs}
-        return replace(predictor, identity=identity), data
+        others = (value for name, value in values.items() if name != self.features)
+        return values.get("logits", next(others, returned))

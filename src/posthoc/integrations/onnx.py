@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,33 +52,32 @@ class OnnxGraph:
         self.batch_size = min(sizes, default=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        feeds = self._feeds(args, kwargs)
-        rows = len(next(iter(feeds.values())))
-        size = self.batch_size or rows
-        parts = [self._run({k: v[at : at + size] for k, v in feeds.items()}, size) for at in range(0, rows, size)]
-        return {name: torch.cat([part[name] for part in parts])[:rows] for name in self.outputs}
-
-    def _feeds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arrays:
         given = {**dict(zip(self.inputs, args, strict=False)), **kwargs}
         if len(args) > len(self.inputs) or given.keys() != self.inputs.keys():
             raise DataError(
                 f"Expected the graph's inputs {', '.join(self.inputs)}, got {len(args)} without a name and "
                 f"{list(kwargs)}: a graph of several inputs needs a --transform that returns them by name."
             )
+        # "tensor(float)" is NumPy's float32; ONNX's other names of numbers are NumPy's.
         types = {name: i.type.removeprefix("tensor(").removesuffix(")") for name, i in self.inputs.items()}
-        # ONNX's float is NumPy's float32; its other names of numbers are NumPy's.
-        return {
+        arrays = {
             name: np.asarray(value.cpu(), "float32" if types[name] == "float" else types[name])
             for name, value in given.items()
         }
+        rows = len(next(iter(arrays.values())))
+        size = self.batch_size or rows
+        parts = [self._run({k: v[at : at + size] for k, v in arrays.items()}, size) for at in range(0, rows, size)]
+        return {
+            name: torch.from_numpy(np.concatenate(column)[:rows])
+            for name, column in zip(self.outputs, zip(*parts, strict=True), strict=True)
+        }
 
-    def _run(self, feeds: Arrays, size: int) -> dict[str, Tensor]:
-        short = size - len(next(iter(feeds.values())))
-        if short:  # repeat the last row; the caller cuts it off
-            feeds = {name: np.concatenate([array, *[array[-1:]] * short]) for name, array in feeds.items()}
+    def _run(self, arrays: Arrays, size: int) -> list[np.ndarray[Any, Any]]:
+        """The outputs for at most `size` rows; where there are fewer, the last one is repeated."""
+        filled = {name: array[np.minimum(np.arange(size), len(array) - 1)] for name, array in arrays.items()}
         try:
-            arrays = self.session.run(self.outputs, feeds)
+            found: list[np.ndarray[Any, Any]] = self.session.run(self.outputs, filled)
         except Exception as error:
             reason = " ".join(str(error).split())
             raise DataError(f"Expected inputs that the graph can be run on, got others: {reason}") from error
-        return {name: torch.from_numpy(array) for name, array in zip(self.outputs, arrays, strict=True)}
+        return found

@@ -9,10 +9,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ from posthoc.errors import OptionError, PosthocError
 from posthoc.integrations.models import Plan
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive
-from posthoc.validation import integer
 
 __all__ = ["collect_with_ray", "predict_with_ray"]
 
@@ -36,19 +34,12 @@ MAX_TASKS = 1000
 
 
 def collect_with_ray(
-    plan: Plan,
-    folder: str | os.PathLike[str],
-    *,
-    batch_size: int = 64,
-    actors: int | None = None,
-    force: bool = False,
-    progress: bool | None = None,
+    plan: Plan, folder: StrPath, *, batch_size: int = 64, actors: int | None = None, force: bool = False
 ) -> Outputs:
     """Do what `collect_to_folder` does with actors: by default one a GPU, or one a processor without GPUs.
 
     Every machine must see the data under the same path.
     """
-    integer("batch_size", batch_size, 1)
     if plan.device not in (None, "cpu", "cuda"):
         raise OptionError(f"Expected device cpu or cuda, since Ray hands out the GPUs, got {plan.device!r}.")
     predictor, data = replace(plan, device="cpu").open()  # only the identity is needed here
@@ -60,38 +51,33 @@ def collect_with_ray(
         wanted = list(spans(start, total, batch_size))
         yield from in_order(partial(Collecting, plan), wanted, actors, use_gpus=plan.device != "cpu")
 
-    return write_to_folder(parts, folder, identity=predictor.identity, total=total, force=force, progress=progress)
+    return write_to_folder(parts, folder, identity=predictor.identity, total=total, force=force)
 
 
 def predict_with_ray(
-    head: StrPath,
-    outputs: StrPath,
-    *,
-    columns: Mapping[str, str | list[str]] | None = None,
-    rows: int = 4096,
-    actors: int | None = None,
+    head: StrPath, outputs: StrPath, *, columns: Mapping[str, str | list[str]] | None = None, rows: int = 4096
 ) -> Iterator[Predictive]:
     """The predictions of a saved head for a file or folder of outputs, some `rows` at a time, on the CPU.
 
     Every machine must see both paths; `columns` are those of a table.
     """
-    integer("rows", rows, 1)
     wanted = list(spans(0, len(open_outputs(outputs, columns=columns)), rows))
-    yield from in_order(partial(Predicting, head, outputs, columns), wanted, actors)
+    yield from in_order(partial(Predicting, head, outputs, columns), wanted)
 
 
 class Collecting:
     """Runs the predictor over a batch of the data."""
 
     def __init__(self, plan: Plan) -> None:
-        predictor, data = plan.open()
-        self.reader = SpanReader(data, predictor.collate)
-        self.context = ExitStack()  # open for as long as the actor lives
-        self.run = self.context.enter_context(predictor.backbone.reading(features=True, inputs=plan.inputs))
+        self.predictor, data = plan.open()
+        self.reader, self.inputs = SpanReader(data, self.predictor.collate), plan.inputs
 
     def __call__(self, span: Span) -> Outputs | PosthocError:
         batch = self.reader[span]
-        return batch if isinstance(batch, PosthocError) else join([self.run(batch)]).to(torch.device("cpu"))
+        if isinstance(batch, PosthocError):
+            return batch
+        with self.predictor.backbone.reading(features=True, inputs=self.inputs) as read:
+            return join([read(batch)]).to(torch.device("cpu"))
 
 
 class Predicting:
@@ -105,7 +91,8 @@ class Predicting:
         return self.method.predict(self.outputs[slice(*span)]).cpu()
 
 
-class Result(NamedTuple):
+@dataclass
+class Result:
     """What an actor returns for a span; Ray would turn it into an array if it were not wrapped."""
 
     value: Any
@@ -127,49 +114,38 @@ class Actor:
             result = self.work((int(batch["start"][0]), int(batch["stop"][0])))
         except PosthocError as error:
             result = error
-        column = np.empty(1, dtype=object)
-        column[0] = Result(result)
-        return {"result": column}
+        return {"result": np.array([Result(result)], dtype=object)}
 
 
 def in_order(
-    make: Callable[[], Callable[[Span], Any]], wanted: Sequence[Span], actors: int | None, *, use_gpus: bool = True
+    make: Callable[[], Callable[[Span], Any]],
+    wanted: Sequence[Span],
+    actors: int | None = None,
+    *,
+    use_gpus: bool = True,
 ) -> Generator[Any]:
     """The actors' results for some spans, in the order of the spans."""
     ray = require("ray", "ray", "--engine ray")
     data = require("ray.data", "ray", "--engine ray")
     if not wanted:
         return
-    with cluster(ray):
-        resources = ray.cluster_resources()
-        gpus = int(resources.get("GPU", 0)) if use_gpus else 0
-        size = integer("actors", actors, 1) if actors else gpus or int(resources["CPU"])
-        rows = [{"start": start, "stop": stop} for start, stop in wanted]
-        work = data.from_items(rows, override_num_blocks=min(len(rows), MAX_TASKS)).map_batches(
-            Actor,
-            fn_constructor_args=(make, os.getcwd(), sys.path),
-            batch_size=1,
-            compute=data.ActorPoolStrategy(size=min(size, len(rows))),
-            num_gpus=1 if gpus else 0,
-        )
-        work.context.execution_options.preserve_order = True
-        work.context.enable_progress_bars = False
-        for block in work.iter_batches(batch_size=None):
-            for result in block["result"]:
-                if isinstance(result.value, PosthocError):
-                    raise result.value
-                yield result.value
-
-
-@contextmanager
-def cluster(ray: Any) -> Iterator[None]:
-    """Connect to the cluster there is, or to a local one for as long as it is needed."""
-    if ray.is_initialized():
-        yield
-        return
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    if not ray.is_initialized():  # connect to the cluster there is, or to a local one that ends with this process
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+    resources = ray.cluster_resources()
+    gpus = int(resources.get("GPU", 0)) if use_gpus else 0
+    rows = [{"start": start, "stop": stop} for start, stop in wanted]
+    work = data.from_items(rows, override_num_blocks=min(len(rows), MAX_TASKS)).map_batches(
+        Actor,
+        fn_constructor_args=(make, os.getcwd(), sys.path),
+        batch_size=1,
+        compute=data.ActorPoolStrategy(size=min(actors or gpus or int(resources["CPU"]), len(rows))),
+        num_gpus=1 if gpus else 0,
+    )
+    work.context.execution_options.preserve_order = True
+    work.context.enable_progress_bars = False
+    for block in work.iter_batches(batch_size=None):
+        for result in block["result"]:
+            if isinstance(result.value, PosthocError):
+                raise result.value
+            yield result.value

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import default_collate
 
-from posthoc.collect.loaders import as_tensor
+from posthoc.collect.loaders import as_tensor, change_tensors
 from posthoc.errors import DataError
 
-__all__ = ["Collate", "Each", "Plain", "Transform", "kind_of", "require_kind"]
+__all__ = ["PLAIN", "Collate", "Transform", "for_each"]
 
 
-class Transform(Protocol):
-    """Makes a batch of a list of inputs."""
+@dataclass(frozen=True)
+class Transform:
+    """Makes a batch of a list of inputs.
 
-    @property
-    def description(self) -> str:
-        """A text that differs between transforms; it is stored with the outputs."""
+    Args:
+        function: Makes the batch.
+        description: A text that differs between transforms; it is stored with the outputs.
+        takes: The only kind of input that the function accepts, as `kind_of` names it; None for any.
+    """
 
-    def __call__(self, inputs: list[Any]) -> Any: ...
+    function: Callable[[list[Any]], Any]
+    description: str
+    takes: str | None = None
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        if self.takes is not None and (kind := kind_of(inputs[0])) != self.takes:
+            advice = "name another column with --input-column, or a transform with --transform."
+            raise DataError(f"Expected {self.takes} a row for this predictor, got {kind}: {advice}")
+        return self.function(inputs)
 
 
 @dataclass(frozen=True)
@@ -40,64 +53,39 @@ class Collate:
 
     def __call__(self, rows: list[tuple[Any, Any]]) -> Any:
         inputs, targets = zip(*rows, strict=True)
-        batch = self._cast(self.transform(list(inputs)))
+        batch = change_tensors(self.transform(list(inputs)), self._cast)
         return batch if targets[0] is None else (batch, as_tensor(np.asarray(targets)))
 
-    def _cast(self, batch: Any) -> Any:
-        if isinstance(batch, Mapping):
-            return {name: self._cast(value) for name, value in batch.items()}
-        # Tensors are passed between processes in shared memory, arrays are not.
-        tensor = as_tensor(batch) if isinstance(batch, np.ndarray) else batch
-        is_real = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
-        return tensor.to(self.dtype) if is_real and self.dtype is not None else tensor
+    def _cast(self, value: Any) -> Tensor:
+        tensor = as_tensor(value)
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
-@dataclass(frozen=True)
-class Plain:
-    """Leaves numbers as they are, and turns images into numbers in [0, 1], channels first."""
-
-    description: str = "none"
-
-    def __call__(self, inputs: list[Any]) -> Any:
-        kind = kind_of(inputs[0])
-        if kind == "text":
-            raise DataError("Expected images or numbers, got text, which must be made into numbers: use --transform.")
-        arrays = [pixels(value) for value in inputs] if kind == "an image" else inputs
-        if len(shapes := {array.shape for array in arrays}) > 1:
-            raise DataError(f"Expected inputs of one shape, got {sorted(shapes)}: bring them to one with --transform.")
-        return np.stack(arrays)
+def for_each(function: Callable[[Any], Any], description: str, takes: str | None = None) -> Transform:
+    """A `Transform` that applies a function, such as torchvision's transforms, to each input and stacks the results."""
+    return Transform(partial(apply_to_each, function), description, takes)
 
 
-@dataclass(frozen=True)
-class Each:
-    """Applies a function, such as a torchvision transform, to each input and stacks the results.
-
-    Args:
-        function: Makes a tensor of one input.
-        description: See `Transform`.
-        takes: The only kind of input that the function accepts, as `kind_of` names it; None for any.
-    """
-
-    function: Callable[[Any], Any]
-    description: str
-    takes: str | None = None
-
-    def __call__(self, inputs: list[Any]) -> Any:
-        require_kind(inputs, self.takes)
-        return default_collate([self.function(value) for value in inputs])
+def apply_to_each(function: Callable[[Any], Any], inputs: list[Any]) -> Any:
+    return default_collate([function(value) for value in inputs])
 
 
-def require_kind(inputs: list[Any], kind: str | None) -> None:
-    """Raise a `DataError` unless the inputs are of this kind."""
-    if kind is not None and (found := kind_of(inputs[0])) != kind:
-        advice = "name another column with --input-column, or a transform with --transform."
-        raise DataError(f"Expected {kind} a row for this predictor, got {found}: {advice}")
+def stack(inputs: list[Any]) -> np.ndarray[Any, Any]:
+    """Numbers as they are, images as numbers in [0, 1], channels first."""
+    kind = kind_of(inputs[0])
+    if kind == "text":
+        raise DataError("Expected images or numbers, got text, which must be made into numbers: use --transform.")
+    if kind == "an image":
+        inputs = [np.asarray(image, np.float32).transpose(2, 0, 1) / 255.0 for image in inputs]  # (C, H, W)
+    if len(shapes := {array.shape for array in inputs}) > 1:
+        raise DataError(f"Expected inputs of one shape, got {sorted(shapes)}: bring them to one with --transform.")
+    return np.stack(inputs)
+
+
+PLAIN = Transform(stack, "none")
+"""What is used where a predictor has no transform of its own."""
 
 
 def kind_of(value: Any) -> str:
     """The kind of an input, in words."""
     return "text" if isinstance(value, str) else "numbers" if isinstance(value, np.ndarray) else "an image"
-
-
-def pixels(image: Any) -> np.ndarray[Any, Any]:  # (C, H, W)
-    return np.asarray(image, np.float32).transpose(2, 0, 1) / 255.0
