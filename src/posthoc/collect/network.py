@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from operator import is_
-from typing import Any, Self
+from contextlib import contextmanager, nullcontext
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -72,17 +70,12 @@ def evaluating(module: nn.Module | None) -> Iterator[None]:
         yield
         return
     with LOCK:
-        state = RUNNING.get(module)
-        if state is None:
-            state = State(module)
-            state.switch()
-            RUNNING[module] = state
+        state = RUNNING.get(module) or State(module)
+        RUNNING[module] = state
         state.users += 1
         state.threads.add(threading.get_ident())
-    succeeded = False
     try:
         yield
-        succeeded = True
     finally:
         with LOCK:
             state.users -= 1
@@ -90,8 +83,8 @@ def evaluating(module: nn.Module | None) -> Iterator[None]:
             if not state.users:
                 del RUNNING[module]
                 state.restore(changed=bool(changes))
-        if changes and succeeded:
-            raise PosthocError(CHANGED.format(changes))
+    if changes:
+        raise PosthocError(CHANGED.format(changes))
 
 
 @contextmanager
@@ -111,58 +104,48 @@ def exclusive(module: nn.Module | None) -> Iterator[None]:
 
 
 class State:
-    """What a module was before it was put into eval mode."""
+    """Puts a module into eval mode, and knows what it was before."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.lock, self.users = module, threading.RLock(), 0
         self.threads: set[int] = set()
-        self.parts = all_parts(module)
-        self.training = [part for part in self.parts if part.training]
-        self.own_eval = [part for part in self.training if has_own_eval(part)]
-        self.weights = weights_of(self.parts)
-        self.weight_marks = marks(self.weights)
-        self.held = [dict(part._buffers) for part in self.parts]
-        self.attributes = [part.__dict__.copy() for part in self.parts]
-        buffers = [buffer for held in self.held for buffer in held.values() if buffer is not None]
-        self.buffers = [(buffer, version(buffer), buffer.detach().clone()) for buffer in buffers]
+        self.parts = list(module.modules())
+        self.training = [part.training for part in self.parts]
+        self.own_eval = [part for part in self.parts if part.training and has_own_eval(part)]
+        self.weights = list(module.parameters())  # kept alive, so that their identities stay theirs
+        self.marks = marks(module)
+        self.attributes = [(dict(part._buffers), part.__dict__.copy()) for part in self.parts]
+        self.buffers = [(buffer, version(buffer), buffer.detach().clone()) for buffer in module.buffers()]
         # PyTorch does not count what is written to the `.data` of a tensor: norms show it, once for each network.
         self.norms = norms(module) if self.own_eval or module not in CHECKED else {}
         self.hook: Any = None
+        if any(self.training):
+            self.switch()
 
     def switch(self) -> None:
         """Puts the module into eval mode."""
-        if not self.training:
-            return
         try:
             self.module.eval()
-            changes = (self.changes() or self.new_values()) if self.own_eval else ""
+            if self.own_eval and (changes := self.changes() or self.new_values()):
+                raise PosthocError(CHANGED_BY_EVAL.format(changes))
         except BaseException:
             self.set_flags()
             raise
-        if changes:
-            self.set_flags()
-            raise PosthocError(CHANGED_BY_EVAL.format(changes))
         if not isinstance(self.module, torch.jit.ScriptModule):
             self.hook = self.module.register_forward_pre_hook(refuse_other_threads)
 
     def changes(self) -> str:
         """What changed in the module that no forward pass in eval mode explains; empty if nothing did."""
-        found = weights_of(self.parts)
-        if (
-            len(found) != len(self.weights)
-            or not all(map(is_, found, self.weights))
-            or marks(found) != self.weight_marks
-        ):
-            before = dict(zip(map(id, self.weights), self.weight_marks, strict=True))
-            named = self.module.named_parameters()
-            return f"changed weights ({listed([n for n, p in named if before.get(id(p)) != marks([p])[0]])})"
+        if (now := marks(self.module)) != self.marks:
+            names = [name for name in {**self.marks, **now} if now.get(name) != self.marks.get(name)]
+            return f"changed weights ({listed(names)})"
         return "it in training mode" if self.module.training else ""
 
     def new_values(self) -> str:
         """The weights and buffers whose values changed though PyTorch counts no write to them."""
-        after = norms(self.module)
-        same = [name for name, (mark, _) in self.norms.items() if name in after and after[name][0] == mark]
-        written = [name for name in same if after[name] != self.norms[name]]
+        now = norms(self.module)
+        same = [name for name, (mark, _) in self.norms.items() if name in now and now[name][0] == mark]
+        written = [name for name in same if now[name] != self.norms[name]]
         return f"new values of {listed(written)}" if written else ""
 
     @torch.no_grad()
@@ -174,10 +157,17 @@ class State:
             self.set_flags()
         if changed:
             return
-        for part, held, attributes in zip(self.parts, self.held, self.attributes, strict=True):
+        for part, (buffers, attributes) in zip(self.parts, self.attributes, strict=True):
             now = part._buffers
-            if len(now) != len(held) or (held and not all(map(is_, now.values(), held.values()))):
-                restore_buffers(part, held, attributes)
+            if list(map(id, now.values())) == list(map(id, buffers.values())):
+                continue
+            for name in set(now.keys()) - buffers.keys():
+                del now[name]
+            for name, buffer in buffers.items():
+                now[name] = buffer
+            if not isinstance(part, torch.jit.ScriptModule):  # attributes may say how far a cache among them reaches
+                part.__dict__.clear()
+                part.__dict__.update(attributes)
         for buffer, count, copy in self.buffers:
             if version(buffer) != count:
                 buffer.copy_(copy)
@@ -186,11 +176,9 @@ class State:
         """Sets the training flags to what they were, those that changed: setting attributes of modules is slow."""
         for part in self.own_eval:
             part.train()
-        for part in self.parts:
-            if part.training:
-                part.training = False
-        for part in self.training:
-            part.training = True
+        for part, training in zip(self.parts, self.training, strict=True):
+            if part.training != training:
+                part.training = training
 
 
 def refuse_other_threads(module: nn.Module, args: Any) -> None:
@@ -200,67 +188,34 @@ def refuse_other_threads(module: nn.Module, args: Any) -> None:
         raise PosthocError(TRAINED_MEANWHILE)
 
 
-def all_parts(module: nn.Module) -> list[nn.Module]:
-    """`list(module.modules())`, in a third of the time."""
-    found = {id(module): module}
-    ahead = [module]
-    while ahead:
-        for part in ahead.pop()._modules.values():
-            if part is not None and id(part) not in found:
-                found[id(part)] = part
-                ahead.append(part)
-    return list(found.values())
-
-
-def weights_of(parts: list[nn.Module]) -> list[Tensor]:
-    return [weight for part in parts for weight in part._parameters.values() if weight is not None]
-
-
-def marks(tensors: list[Tensor]) -> list[tuple[int, bool]]:
-    """Numbers of writes to tensors, and whether they need gradients: the same if nobody changed the tensors."""
-    try:
-        return [(tensor._version, tensor.requires_grad) for tensor in tensors]
-    except RuntimeError:  # some are of inference mode
-        return [(version(tensor), tensor.requires_grad) for tensor in tensors]
-
-
 def version(tensor: Tensor) -> int:
     """The number of writes to a tensor; those to tensors of inference mode are not counted."""
     return -1 if tensor.is_inference() else tensor._version
 
 
+def marks(module: nn.Module) -> dict[str, tuple[int, int, bool]]:
+    """What stays the same of a module's parameters if nobody changes them."""
+    return {name: (id(p), version(p), p.requires_grad) for name, p in module.named_parameters(remove_duplicate=False)}
+
+
 def norms(module: nn.Module) -> dict[str, tuple[tuple[int, int], str]]:
     """Identity and version of the weights and buffers that have plain values, by name, and their norms as text."""
-    found = {}
+    result = {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         plain = tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.is_floating_point()
         if plain and type(tensor) in (Tensor, nn.Parameter):
             norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
-            found[name] = ((id(tensor), version(tensor)), str(float(norm)))
-    return found
+            result[name] = ((id(tensor), version(tensor)), str(float(norm)))  # as text, NaN equals itself
+    return result
 
 
-def listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def listed(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def has_own_eval(part: nn.Module) -> bool:
     """Whether `eval` may do more than set flags."""
-    kind, own = type(part), {"train", "eval"} & part.__dict__.keys()
-    return kind.train is not nn.Module.train or kind.eval is not nn.Module.eval or bool(own)
-
-
-def restore_buffers(part: nn.Module, held: dict[str, Tensor | None], attributes: dict[str, Any]) -> None:
-    """Puts back the buffers of a module, and its attributes, which may say how far a cache among them reaches."""
-    now = part._buffers
-    if isinstance(part, torch.jit.ScriptModule):  # its attributes are its buffers and constants
-        for name, buffer in held.items():
-            now[name] = buffer
-        return
-    now.clear()
-    now.update(held)
-    part.__dict__.clear()
-    part.__dict__.update(attributes)
+    return type(part).train is not nn.Module.train or type(part).eval is not nn.Module.eval
 
 
 # One batch.
@@ -268,26 +223,25 @@ def restore_buffers(part: nn.Module, held: dict[str, Tensor | None], attributes:
 
 def run_network(model: Callable[..., Any], batch: Batch, width: tuple[int, ...] | None = None) -> Tensor:  # (N, ...)
     """The outputs of a network on a copy of a batch; `width` is the shape of one row of them, where it is known."""
-    mine = copied(batch)
-    return in_rows(read_outputs(model(*mine.args, **mine.kwargs)), batch, width)
+    own = copied(batch)
+    return in_rows(read_outputs(model(*own.args, **own.kwargs)), batch, width)
 
 
-def read_outputs(answer: Any) -> Tensor:
+def read_outputs(result: Any) -> Tensor:
     """The tensor in what a model returned: itself, or `logits` in an object or mapping such as Hugging Face's."""
-    if isinstance(answer, Mapping) and "logits" in answer:
-        answer = answer["logits"]
-    elif not isinstance(answer, Tensor | np.ndarray) and hasattr(answer, "logits"):
-        answer = answer.logits
-    if isinstance(answer, np.ndarray):
-        answer = as_tensor(answer)
-    if not isinstance(answer, Tensor):
+    if isinstance(result, Mapping) and "logits" in result:
+        result = result["logits"]
+    elif not is_array(result) and hasattr(result, "logits"):
+        result = result.logits
+    if not is_array(result):
         raise DataError(
-            f"Expected the model to return a tensor (or an object with .logits), got {type(answer).__name__}. "
+            f"Expected the model to return a tensor (or an object with .logits), got {type(result).__name__}. "
             "Wrap it in an nn.Module whose forward returns the tensor (so that eval mode still reaches your model)."
         )
-    if not answer.is_floating_point():
-        raise DataError(f"Expected real-valued outputs (logits or regression values), got {answer.dtype}.")
-    return answer
+    outputs = as_tensor(result)
+    if not outputs.is_floating_point():
+        raise DataError(f"Expected real-valued outputs (logits or regression values), got {outputs.dtype}.")
+    return outputs
 
 
 def in_rows(outputs: Tensor, batch: Batch, width: tuple[int, ...] | None) -> Tensor:  # (N, ...)
@@ -295,9 +249,8 @@ def in_rows(outputs: Tensor, batch: Batch, width: tuple[int, ...] | None) -> Ten
     taken for a row where the inputs are one, and the known width or the target agrees."""
     if width is not None and outputs.shape[1:] == width and outputs.ndim:
         return outputs
-    lengths = [length(value) for value in [*batch.args, *batch.kwargs.values()]]
-    one_row = {rows for rows in lengths if rows is not None} == {1} and length(batch.target) in (1, None)
-    if not one_row:
+    lengths = {length(value) for value in [*batch.args, *batch.kwargs.values()]} - {None}
+    if lengths != {1} or length(batch.target) not in (1, None):
         if outputs.ndim < 1:
             raise DataError("Expected the model to return one row a point, got a single number.")
         return outputs
@@ -327,8 +280,17 @@ class Backbone:
             raise DataError(f"Expected a model that can be called (or None), got {type(model).__name__}.")
         self.model = model
         self.module = model if isinstance(model, nn.Module) else None
-        self.layer, self.takes_input = self._find(layer)
         self._device = device
+        if layer is not None and self.module is None:
+            raise LayerError(
+                f"Expected an nn.Module to take layer {layer!r} from, got {type(model).__name__}. "
+                "Leave layer out, or give precomputed features in posthoc.Outputs."
+            )
+        if layer is not None and layer not in self._layers():
+            raise LayerError(f"Expected the name of a layer, got {layer!r}. {self._known_layers()}.")
+        linear = [name for name, part in self._layers().items() if isinstance(part, nn.Linear)]
+        self.takes_input = layer is None and bool(linear)
+        self.layer = linear[-1] if self.takes_input else layer
 
     @property
     def has_features(self) -> bool:
@@ -350,24 +312,11 @@ class Backbone:
     def _weight(self) -> Tensor | None:
         return next(self.module.parameters(), None) if self.module is not None else None
 
-    def _layers(self) -> str:
-        names = [name for name, _ in self.module.named_modules() if name] if self.module is not None else []
-        return ", ".join(names[:30]) + (f" and {len(names) - 30} more" if len(names) > 30 else "")
+    def _layers(self) -> dict[str, nn.Module]:
+        return {name: part for name, part in self.module.named_modules() if name} if self.module is not None else {}
 
-    def _find(self, layer: str | None) -> tuple[str | None, bool]:
-        if self.module is None:
-            if layer is not None:
-                raise LayerError(
-                    f"Expected an nn.Module to take layer {layer!r} from, got {type(self.model).__name__}. "
-                    "Leave layer out, or give precomputed features in posthoc.Outputs."
-                )
-            return None, False
-        if layer is None:
-            linear = [name for name, part in self.module.named_modules() if name and isinstance(part, nn.Linear)]
-            return (linear[-1], True) if linear else (None, False)
-        if layer not in dict(self.module.named_modules()) or not layer:
-            raise LayerError(f"Expected the name of a layer, got {layer!r}. The layers are: {self._layers()}.")
-        return layer, False
+    def _known_layers(self) -> str:
+        return f"The layers are: {listed(list(self._layers()), 30)}"
 
     def place(self, raw: Any) -> Batch:
         """A batch where the network is; its target stays where it was."""
@@ -375,9 +324,10 @@ class Backbone:
         device = self.device or next((tensor.device for tensor in tensors_of(batch)), torch.device("cpu"))
         return Batch(move(batch.args, device, self.dtype), move(batch.kwargs, device, self.dtype), batch.target)
 
+    @contextmanager
     def reading(
         self, *, features: bool, inputs: bool, targets: bool = True, width: tuple[int, ...] | None = None
-    ) -> Reader:
+    ) -> Iterator[Reader]:
         """A context manager whose value maps a batch to `Outputs`, with the module in eval mode.
 
         Args:
@@ -386,25 +336,27 @@ class Backbone:
             targets: Whether to keep the targets too, if the data have any.
             width: The shape of one row of outputs, where it is known.
         """
-        return Reader(self, features and self.has_features, inputs, targets, width)
+        reader = Reader(self, features and self.has_features, inputs, targets, width)
+        with evaluating(self.module):
+            hook = self.listen(reader.capture) if reader.features else None
+            with hook or nullcontext():
+                yield reader
 
-    def listen(self, heard: Callable[[Any], None]) -> Any:
+    def listen(self, capture: Callable[[Any], None]) -> Any:
         """Registers a hook on the feature layer, which hands its values over; returns the handle."""
-        assert self.module is not None
-        assert self.layer is not None
-        part = self.module.get_submodule(self.layer)
+        layer = self._layers()[str(self.layer)]
         if self.takes_input:
-            return part.register_forward_pre_hook(
-                lambda _, args, kwargs: heard(args or tuple(kwargs.values())), with_kwargs=True
+            return layer.register_forward_pre_hook(
+                lambda _, args, kwargs: capture(args or tuple(kwargs.values())), with_kwargs=True
             )
-        return part.register_forward_hook(lambda _, args, output: heard(output))
+        return layer.register_forward_hook(lambda _, args, output: capture(output))
 
     def features_of(self, raw: Any, captured: Tensor | None, rows: int) -> Tensor:  # (rows, D)
         """The features of a batch from what the layer's hook captured."""
         if captured is None:
             raise LayerError(
-                f"Layer {self.layer!r} was not used when the model ran. Name one that is, with layer=...; "
-                f"the layers are: {self._layers()}."
+                f"Layer {self.layer!r} was not used when the model ran. Name one that is, with layer=.... "
+                f"{self._known_layers()}."
             )
         if captured.ndim < 2 or len(captured) != rows:
             raise LayerError(
@@ -427,30 +379,16 @@ class Reader:
         self, backbone: Backbone, features: bool, inputs: bool, targets: bool, width: tuple[int, ...] | None
     ) -> None:
         self.backbone, self.features, self.inputs, self.targets, self.width = backbone, features, inputs, targets, width
+        self.device, self.dtype = backbone.device, backbone.dtype
         self.rows = 0
         self.thread: int | None = None  # the one that runs our batch now
         self.captured: Tensor | None = None
-        self._held = evaluating(backbone.module)
-        self._hook: Any = None
-
-    def __enter__(self) -> Self:
-        self._held.__enter__()
-        weight = self.backbone._weight()
-        self.device = weight.device if weight is not None else self.backbone._device
-        self.dtype = weight.dtype if weight is not None and weight.is_floating_point() else None
-        self._hook = self.backbone.listen(self._hear) if self.features else None
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        self._held.__exit__(*error)
 
     def __call__(self, raw: Any) -> Outputs:
         """The outputs of one batch, with features and inputs if wanted, and the targets if it has any."""
         batch = read_batch(raw)
         tensors: list[Tensor] = []
-        kept: list[tuple[Tensor, int, Tensor]] = []  # the user's own tensors, which a model may write to
+        given: list[tuple[Tensor, int, Tensor]] = []  # the user's own tensors, which a model may write to
 
         def lend(value: Any) -> Any:
             if self.device is None:
@@ -461,9 +399,9 @@ class Reader:
             refuse_infinite(tensor, "inputs", self.rows)
             tensors.append(tensor)
             if tensor is value:
-                kept.append((tensor, version(tensor), tensor.detach().clone()))
+                given.append((tensor, version(tensor), tensor.detach().clone()))
             # In the same memory, so that the outputs are the same to the bit.
-            return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
+            return tensor.detach().requires_grad_(tensor.requires_grad)
 
         with torch.no_grad(), exclusive(self.backbone.module):
             args, kwargs = change_tensors((batch.args, batch.kwargs), lend)
@@ -479,8 +417,8 @@ class Reader:
                 raise
             finally:
                 self.thread = None
-                for tensor, before, copy in kept:
-                    if version(tensor) != before or (tensor.is_inference() and not torch.equal(tensor, copy)):
+                for tensor, before, copy in given:
+                    if tensor.is_inference() or version(tensor) != before:
                         tensor.data.copy_(copy)
             outputs = in_rows(outputs, batch, self.width)
             refuse_infinite(outputs, "outputs", self.rows)
@@ -497,7 +435,8 @@ class Reader:
         targets = as_tensor(move(batch.target, outputs.device)) if wanted else None
         return Outputs.trusted(outputs=outputs, targets=targets, features=features, inputs=inputs)
 
-    def _hear(self, value: Any) -> None:
+    def capture(self, value: Any) -> None:
+        """Keeps what the feature layer returned, or was given, for the batch that runs in this thread."""
         if self.thread != threading.get_ident():
             return  # someone else's batch
         while isinstance(value, tuple | list) and value:
