@@ -55,7 +55,9 @@ def used(model: nn.Module) -> FMGP:
 def test_adapters_that_merge_in_eval_mode_are_refused() -> None:
     model = adapted().train()
     before = portrait(model)
-    with pytest.raises(PosthocError, match=r"eval\(\) changes them: new values of 0\.weight.*Call model\.eval\(\)"):
+    with pytest.raises(
+        PosthocError, match=r"changed weights \(0\.weight\).*eval\(\) changes weights, call model\.eval\(\)"
+    ):
         used(model)
     assert not model[0].merged
     assert model.training
@@ -122,7 +124,7 @@ def falls_over(model: Switching) -> None:
 @pytest.mark.parametrize("switch", [writes_through_a_view, writes_many_at_once, replaces_a_weight, freezes, falls_over])
 def test_eval_that_changes_weights_is_refused(switch: Callable[[Switching], None]) -> None:
     model = Switching(switch).train()
-    expected = "the switch is stuck" if switch is falls_over else "weights stay as they are in eval mode"
+    expected = "the switch is stuck" if switch is falls_over else r"changed weights \(body\.weight"
     with pytest.raises(RuntimeError if switch is falls_over else PosthocError, match=expected):
         used(model)
     assert model.training
@@ -189,16 +191,16 @@ def buffer_behind_autograd(model: Writing) -> None:
 
 WRITES: dict[Callable[[Writing], None], str] = {
     weight_in_place: r"changed weights \(first\.weight\)",
-    weight_behind_autograd: r"new values of first\.weight",
-    weight_binarized: r"new values of first\.weight",
+    weight_behind_autograd: r"changed weights \(first\.weight\)",
+    weight_binarized: r"changed weights \(first\.weight\)",
     weight_replaced: r"changed weights \(first\.weight\)",
     weight_frozen: r"changed weights \(first\.weight\)",
-    buffer_behind_autograd: "new values of count",
+    buffer_behind_autograd: r"changed weights \(count\)",
 }
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_network_that_writes_to_its_weights_is_refused_after_the_first_batch(write: Callable[[Writing], None]) -> None:
+def test_network_that_writes_to_its_weights_is_refused(write: Callable[[Writing], None]) -> None:
     model = Writing(write).train()
     for _ in range(2):  # and again
         with pytest.raises(PosthocError, match=rf"{WRITES[write]}.*give posthoc\.Outputs"):
@@ -206,7 +208,6 @@ def test_network_that_writes_to_its_weights_is_refused_after_the_first_batch(wri
         assert model.training
         if write in (weight_frozen, weight_binarized):  # the second time it changes nothing
             break
-    assert model.passes <= 2
 
 
 def test_network_that_writes_later_is_refused_at_the_end_of_the_pass() -> None:

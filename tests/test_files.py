@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -307,7 +306,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     written(folder, some())
     np.save(folder / "outputs.npy", np.array([Trap(marker)] * 30, dtype=object))
-    with pytest.raises(FileError, match=r"as outputs\.json says, found object"):
+    with pytest.raises(FileError, match=r"rows of .*found .*'descr': '\|O'"):
         open_outputs(folder)
     assert not marker.exists()
 
@@ -315,7 +314,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 def test_arrays_that_are_not_arrays_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "data.npz", "w") as file:
         file.writestr("outputs", "hello")
-    with pytest.raises(FileError, match="found something else as outputs"):
+    with pytest.raises(DataError, match="Expected numbers as outputs, got text"):
         open_outputs(tmp_path / "data.npz")
 
 
@@ -334,11 +333,10 @@ def test_file_without_outputs_is_refused(tmp_path: Path) -> None:
         ({"outputs": np.array([[1.0], [np.inf], [2.0]])}, "finite outputs, got inf in row 1"),
         ({"features": np.array([[1.0], [np.nan], [2.0]])}, "finite features, got nan in row 1"),
         ({"outputs": np.zeros((3, 2), np.int64)}, "real-valued outputs"),
-        ({"outputs": np.zeros((3, 2), np.complex64)}, "numbers as outputs, got an array of complex64"),
+        ({"outputs": np.zeros((3, 2), np.complex64)}, "Expected numbers, got an array of complex64"),
         ({"targets": np.array(["a", "b", "c"])}, r"numbers as targets, got text .*map the classes to integers"),
-        ({"targets": np.zeros(3, "datetime64[s]")}, "numbers as targets"),
+        ({"targets": np.zeros(3, "datetime64[s]")}, "numbers, got an array of datetime"),
         ({"outputs": np.zeros((0, 2))}, "at least one row"),
-        ({"outputs": np.float64(3.0)}, "one row a point"),
     ],
 )
 def test_arrays_are_checked_on_opening(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -380,7 +378,7 @@ def test_other_suffixes_are_refused(name: str, tmp_path: Path) -> None:
 def test_save_that_fails_leaves_what_was_there(form: str, tmp_path: Path) -> None:
     path = tmp_path / f"data{form}"
     save_outputs(some(), path)
-    with small_files(20_000), pytest.raises(FileError, match=r"Expected to write .*data.*too large.*as it was"):
+    with small_files(20_000), pytest.raises(FileError, match=r"Expected to write .*data.*(too large|requested).*as it was"):
         save_outputs(some(5000), path, force=True)
     assert bits(open_outputs(path)) == bits(some())
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
@@ -491,13 +489,6 @@ def test_changes_to_mapped_numbers_stay_in_memory(tmp_path: Path) -> None:
 NUMBERS = {"dtype": "float32", "width": []}
 
 
-def npy(rows: int) -> bytes:
-    """How a file of so many rows of outputs begins."""
-    file = io.BytesIO()
-    np.save(file, np.zeros((rows, 4), np.float32))
-    return file.getvalue()[:128]
-
-
 def change_manifest(folder: Path, **changes: Any) -> None:
     path = folder / "outputs.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -506,24 +497,20 @@ def change_manifest(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: (f / "features.npy").unlink(), r"features\.npy cannot be .*No such file"),
-        (
-            lambda f: os.truncate(f / "targets.npy", 200),
-            r"Expected 30 rows in .*targets\.npy \(368 bytes\), found 30 in 200",
-        ),
-        (lambda f: os.truncate(f / "targets.npy", 369), r"\(368 bytes\), found 30 in 369 bytes"),
-        (lambda f: (f / "inputs.npy").write_bytes(b"hello"), r"Expected a \.npy file in .*inputs\.npy"),
-        (lambda f: np.save(f / "outputs.npy", np.zeros((29, 4), np.float32)), "Expected 30 rows .*found 29"),
-        (lambda f: (f / "outputs.npy").write_bytes(npy(29) + bytes(480)), "Expected 30 rows .*found 29 in 608 bytes"),
-        (lambda f: np.save(f / "outputs.npy", np.zeros((30, 5), np.float32)), r"found float32 of shape \(30, 5\)"),
-        (lambda f: np.save(f / "outputs.npy", np.zeros((30, 4))), r"found float64 of shape \(30, 4\)"),
-        (lambda f: np.save(f / "outputs.npy", np.zeros((30, 4), np.float32, "F")), "as outputs.json says"),
+        (lambda f: (f / "features.npy").unlink(), r"features\.npy, found no such file"),
+        (lambda f: os.truncate(f / "targets.npy", 200), r"Expected 368 bytes in .*targets\.npy, found 200"),
+        (lambda f: os.truncate(f / "targets.npy", 369), r"Expected 368 bytes in .*targets\.npy, found 369"),
+        (lambda f: (f / "inputs.npy").write_bytes(b"hello"), r"Expected a \.npy file of .*inputs\.npy"),
+        (lambda f: np.save(f / "outputs.npy", np.zeros((29, 4), np.float32)), r"30 rows .*found .*\(29, 4\)"),
+        (lambda f: np.save(f / "outputs.npy", np.zeros((30, 5), np.float32)), r"30 rows .*found .*\(30, 5\)"),
+        (lambda f: np.save(f / "outputs.npy", np.zeros((30, 4))), "found .*f8"),
+        (lambda f: np.save(f / "outputs.npy", np.zeros((30, 4), np.float32, "F")), "found .*'fortran_order': True"),
         (lambda f: (f / "outputs.json").unlink(), r"found .*data without outputs\.json"),
         (lambda f: (f / "outputs.json").write_text("{"), "Expected JSON written by posthoc"),
         (lambda f: (f / "outputs.json").write_text("[]"), "of another origin"),
         (lambda f: change_manifest(f, format="x"), "of another origin"),
         (lambda f: change_manifest(f, version=2), "Expected format version 1, found 2"),
-        (lambda f: change_manifest(f, rows=29), "Expected 29 rows"),
+        (lambda f: change_manifest(f, rows=29), "Expected a .npy file of 29 rows"),
         (lambda f: change_manifest(f, rows="30"), "Expected rows, identity and arrays"),
         (lambda f: change_manifest(f, rows=0), "Expected rows, identity and arrays"),
         (lambda f: change_manifest(f, rows=0, arrays={}), "Expected at least one row"),
@@ -587,13 +574,6 @@ def test_links_are_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "b.npz").symlink_to(tmp_path / "a.npz")
     with pytest.raises(FileError, match=r"regular file to write, found a link or a device: .*b\.npz"):
         save_outputs(some(), tmp_path / "b.npz", force=True)
-
-
-def test_archive_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.savez_compressed(tmp_path / "a.npz", outputs=np.zeros((10_000, 10)), other=np.zeros(10))
-    monkeypatch.setattr(os, "sysconf", lambda name: 1000)
-    with pytest.raises(FileError, match=r"fit into memory, found 0\.0 GB in .*a\.npz.*save them as a folder"):
-        open_outputs(tmp_path / "a.npz")
 
 
 def test_numbers_beyond_int64_are_refused(tmp_path: Path) -> None:

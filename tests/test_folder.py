@@ -80,7 +80,6 @@ def test_what_a_killed_run_left_is_cleared(manifest: bool, tmp_path: Path) -> No
     folder = tmp_path / "data"
     with OutputsWriter(folder, identity={"network": "abc"}):
         pass
-    (folder / ".outputs.json.abcdef.tmp.json").write_text("{")
     if manifest:
         (folder / "features.npy").write_bytes(b"half a hea")
     else:  # killed before there was any
@@ -157,7 +156,11 @@ def test_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     other = {"network": "def", "layer": "fc", "crop": [1, 2]}
     with pytest.raises(FileError) as caught:
         OutputsWriter(folder, identity=other)
-    for part in ('network: "abc" there, "def" now', "crop: nothing there, [1, 2] now", "size: 224 there, nothing now"):
+    for part in (
+        "network: 'abc' there, 'def' now",
+        "crop: 'nothing' there, [1, 2] now",
+        "size: 224 there, 'nothing' now",
+    ):
         assert part in str(caught.value)
     assert "layer" not in str(caught.value)
     assert contents(folder) == before
@@ -193,7 +196,7 @@ def test_folder_of_another_version_can_only_be_started_over(tmp_path: Path) -> N
     [
         (lambda f: os.truncate(f / "targets.npy", 150), r"Expected 208 bytes or more in .*targets\.npy, found 150"),
         (lambda f: (f / "targets.npy").unlink(), "No such file"),
-        (lambda f: np.save(f / "targets.npy", np.zeros(10)), "found float64"),
+        (lambda f: np.save(f / "targets.npy", np.zeros(10)), "found .*f8"),
     ],
 )
 def test_unfinished_folder_that_was_changed_is_refused(change: Any, message: str, tmp_path: Path) -> None:
@@ -365,8 +368,7 @@ def kill_at_step(n: int) -> None:
 
         return run
 
-    growing = writer_module.GrowingFile
-    for place, name in ((os, "fsync"), (os, "replace"), (growing, "_put"), (growing, "_truncate"), (Path, "unlink")):
+    for place, name in ((os, "fsync"), (os, "replace"), (writer_module, "write_at"), (Path, "unlink")):
         setattr(place, name, counted(getattr(place, name)))
 
 

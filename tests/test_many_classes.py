@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from posthoc import FMGP, Outputs
 from posthoc.base import MOST_OUTPUTS
 from posthoc.collect import open_outputs
 from posthoc.collect.data_warnings import ROWS
-from posthoc.collect.folder import ArraySpec, Manifest, array_path
+from posthoc.collect.folder import Manifest
 from posthoc.fmgp import selection
 from posthoc.fmgp.build import RANK, TYPICAL_ROWS
 from posthoc.fmgp.minibatches import MAX_BATCHES, MAX_VALUES, DrawnBatches
@@ -190,20 +191,14 @@ def test_low_rank_form_gives_the_numbers_and_gradients_of_the_dense_one(answer: 
 
 def sparse_folder(folder: Path, rows: int, classes: int = 3) -> Outputs:
     """A mapped folder of so many rows, zeros but for some targets, which takes no room on the disk."""
-    specs = {
-        "outputs": ArraySpec("float32", (classes,)),
-        "targets": ArraySpec("int64", ()),
-        "features": ArraySpec("float32", (WIDTH,)),
-    }
+    widths = {"outputs": ("float32", (classes,)), "targets": ("int64", ()), "features": ("float32", (WIDTH,))}
     folder.mkdir()
-    for name, spec in specs.items():
-        with array_path(folder, name).open("wb") as file:
-            file.write(spec.header(rows))
-            end = file.tell() + rows * spec.row_bytes
-            if name == "targets":
-                file.write(bytes([1, *[0] * 7]) * 5000)  # a second class
-            file.truncate(end)
-    Manifest(rows, True, {}, specs).write(folder)
+    for name, (dtype, width) in widths.items():
+        array = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (rows, *width))
+        if name == "targets":
+            array[:5000] = 1  # a second class
+        del array
+    Manifest(rows, True, {}, {name: np.dtype(row) for name, row in widths.items()}).write(folder)
     return open_outputs(folder)
 
 

@@ -91,9 +91,10 @@ def as_logits(outputs: Tensor, kind: str, rounding: Rounding | None = None) -> T
     """
     columns = as_columns(outputs, kind)
     if kind == "logits":
-        return columns if columns.shape[1] > 1 else beside_zero(columns)
-    convert = from_probs if kind == "probs" else from_log_probs
-    return convert(columns, rounding or find_rounding(outputs, kind, warn=True))
+        return torch.cat([torch.zeros_like(columns), columns], 1) if columns.shape[1] == 1 else columns
+    rounding = rounding or find_rounding(outputs, kind, warn=True)
+    log_p = log_of_probs(columns, rounding) if kind == "probs" else checked_log_probs(columns, rounding)
+    return log_p - log_p[:, :1] if columns.shape[1] == 1 else log_p
 
 
 def find_rounding(outputs: Tensor, kind: str, *, warn: bool = False) -> Rounding:
@@ -109,21 +110,23 @@ def find_rounding(outputs: Tensor, kind: str, *, warn: bool = False) -> Rounding
         warn: Whether to warn about zeros.
     """
     columns = as_columns(outputs, kind)
-    epsilon = torch.finfo(working(columns)).eps
+    dtype = torch.promote_types(columns.dtype, torch.float32)
+    epsilon = torch.finfo(dtype).eps
     if kind == "logits" or not len(columns):
         return Rounding(epsilon, 0.0)
     values = columns.double()
+    zeros, ones = columns <= 0.0, columns >= 1.0
     if kind == "log-probs":
         values = values.exp()
-        zeros = columns.isneginf() if values.shape[1] > 1 else columns.isneginf() | (columns >= 0.0)
-    else:
-        zeros = columns <= 0.0 if values.shape[1] > 1 else (columns <= 0.0) | (columns >= 1.0)
+        zeros, ones = columns.isneginf(), columns >= 0.0
+    if columns.shape[1] == 1:
+        zeros = zeros | ones  # the other class has what is left
     inner = values[(values > 0.0) & (values < 1.0)]
     unit, floor = 0.0, epsilon
     if len(inner) >= FEWEST_VALUES:
         unit = find_unit(inner[:: max(1, len(inner) // MOST_VALUES)], columns.dtype)
         floor = (unit or float(inner.min())) / 2.0
-    floor = max(floor, torch.finfo(working(columns)).tiny)
+    floor = max(floor, torch.finfo(dtype).tiny)
     if warn and bool(zeros.any()):
         reason = f"half of their unit of rounding, {unit:.3g}" if unit else "less than any other"
         warnings.warn(
@@ -163,40 +166,27 @@ def as_columns(outputs: Tensor, kind: str) -> Tensor:  # (N, C)
     return values
 
 
-def from_probs(p: Tensor, rounding: Rounding) -> Tensor:
-    p = p.to(working(p)).clamp(0.0, 1.0)
-    if p.shape[1] == 1:
-        # z = log p − log(1 − p)
-        return beside_zero(log_of(p, rounding) - log_of(1.0 - p, rounding))
+def log_of_probs(p: Tensor, rounding: Rounding) -> Tensor:  # (N, C)
+    p = p.to(torch.promote_types(p.dtype, torch.float32)).clamp(0.0, 1.0)
+    p = torch.cat([1.0 - p, p], 1) if p.shape[1] == 1 else p
     total = p.sum(1, keepdim=True)
     wrong = (total - 1.0).abs() > rounding.sum_error(p.shape[1])
     refuse(total, wrong, "probabilities that sum to 1 in every row", "Or are they of several labels a row?")
-    return log_of(p, rounding) - torch.where((total - 1.0).abs() > SUM_ERROR, total.log(), 0.0)
+    log_p = torch.where(p > RANGE_ERROR * rounding.unit, p.log(), math.log(rounding.floor))
+    return log_p - torch.where((total - 1.0).abs() > SUM_ERROR, total.log(), 0.0)
 
 
-def log_of(p: Tensor, rounding: Rounding) -> Tensor:
-    return torch.where(p > RANGE_ERROR * rounding.unit, p.log(), math.log(rounding.floor))
-
-
-def from_log_probs(log_p: Tensor, rounding: Rounding) -> Tensor:
-    floor = math.log(rounding.floor)
+def checked_log_probs(log_p: Tensor, rounding: Rounding) -> Tensor:  # (N, C)
+    wide = log_p.to(torch.promote_types(log_p.dtype, torch.float32))
     if log_p.shape[1] == 1:
-        log_p = log_p.to(working(log_p)).clamp(max=0.0)
+        wide = wide.clamp(max=0.0)
         # log(1 − p) has two forms, one accurate for p above one half and one below
-        complement = torch.where(log_p > -math.log(2.0), (-torch.expm1(log_p)).log(), torch.log1p(-log_p.exp()))
-        return beside_zero(log_p.masked_fill(log_p.isneginf(), floor) - complement.masked_fill(log_p == 0.0, floor))
-    total = log_p.to(working(log_p)).logsumexp(1, keepdim=True)
+        other = torch.where(wide > -math.log(2.0), (-torch.expm1(wide)).log(), torch.log1p(-wide.exp()))
+        log_p = wide = torch.cat([other, wide], 1)
+    total = wide.logsumexp(1, keepdim=True)
     wrong = total.abs() > max(LOG_ERROR, rounding.sum_error(log_p.shape[1]))
     refuse(total, wrong, "logarithms of probabilities that sum to 1 (to 0 in logarithms)")
-    return log_p.masked_fill(log_p.isneginf(), floor)
-
-
-def beside_zero(z: Tensor) -> Tensor:  # (N, 2)
-    return torch.cat([torch.zeros_like(z), z], dim=1)
-
-
-def working(values: Tensor) -> torch.dtype:
-    return torch.promote_types(values.dtype, torch.float32)
+    return log_p.masked_fill(log_p.isneginf(), math.log(rounding.floor))
 
 
 def refuse(values: Tensor, wrong: Tensor, expected: str, hint: str = "") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from itertools import chain, islice
+from itertools import islice
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-TEXT_ADVICE = "map the classes to integers from 0 (their places in the sorted list of names, say) and save again"
+TEXT_ADVICE = "map the classes to integers from 0 (their places in the sorted list of names, say)"
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """Keys under which mappings hold their targets, in order of preference."""
@@ -118,18 +118,16 @@ def is_dataset(data: Any) -> bool:
 def stream(data: Iterable[Any], size: int) -> Iterator[Any]:
     """Yields the batches of a loader, a list or a generator; of Hugging Face's rows it makes batches."""
     items = iter(data)
-    for first in items:
-        rest = chain([first], items)
-        if hasattr(data, "column_names"):  # a dataset of Hugging Face, whose items are rows
-            while rows := list(islice(rest, size)):
-                yield collate(rows)
-        elif is_row(first) or isinstance(data, IterableDataset):
+    if hasattr(data, "column_names"):  # a dataset of Hugging Face, whose items are rows
+        while rows := list(islice(items, size)):
+            yield collate(rows)
+    for number, item in enumerate(items):
+        if not number and (is_row(item) or isinstance(data, IterableDataset)):
             raise DataError(
                 "Expected batches, got single rows, or a dataset that may hold either: put the data into a DataLoader, "
                 "which makes batches of rows (batch_size=None: which takes batches as they are)."
             )
-        else:
-            yield from rest
+        yield item
 
 
 def is_row(item: Any) -> bool:
@@ -231,18 +229,19 @@ def arrays(data: Any) -> Any:
     if not isinstance(data, tuple | list) or len(data) < 2:
         return data
     first, *others = data
+    others_fit = all(map(stands_for_array, others))
     if isinstance(first, Mapping):
-        pair = all(map(stands_for_array, others))  # and not another batch
-        return (arrays(first), *map(as_array, others)) if pair else data
+        return (arrays(first), *map(as_array, others)) if others_fit else data  # else batches
     if not is_array(first) and not is_table(first) and not (isinstance(data, tuple) and is_numbers(first)):
         return data
     if isinstance(data, list):
-        return list(map(as_array, data)) if all(map(stands_for_array, others)) else data
-    if wrong := [type(other).__name__ for other in others if not stands_for_array(other) and not is_listed(other)]:
-        raise DataError(
-            f"Expected a pair (x, y) of arrays, tables or lists of numbers, got a {wrong[0]} beside an array: convert "
-            "it, or give batches, as a list or a DataLoader."
-        )
+        return list(map(as_array, data)) if others_fit else data
+    for other in others:
+        if not stands_for_array(other) and not (is_list(other) and len(other) and is_array(other[0])):
+            raise DataError(
+                "Expected a pair (x, y) of arrays, tables or lists of numbers, got a "
+                f"{type(other).__name__} beside an array: convert it, or give batches, as a list or a DataLoader."
+            )
     return tuple(map(as_array, data))
 
 
@@ -282,11 +281,6 @@ def is_list(data: Any) -> bool:
     return isinstance(data, Sequence) and not isinstance(data, str | bytes)
 
 
-def is_listed(data: Any) -> bool:
-    """Whether data are a list of arrays, one a row."""
-    return is_list(data) and len(data) > 0 and is_array(data[0])
-
-
 def stands_for_array(data: Any) -> bool:
     return is_array(data) or is_table(data) or (is_list(data) and is_numbers(data))
 
@@ -296,18 +290,16 @@ def as_array(data: Any) -> Any:
     if is_array(data) or not (is_table(data) or is_list(data)):
         return data
     try:
-        if is_table(data):
-            array = np.asarray(data)
-            # Columns of several types, or with room for missing values, come as objects.
-            return np.asarray(array.tolist()) if array.dtype == object else array
-        if len(data) and isinstance(data[0], Tensor):
+        if is_list(data) and len(data) and isinstance(data[0], Tensor):
             return torch.stack(list(data))
-        return np.asarray(list(data))
+        array = np.asarray(data if is_table(data) else list(data))
+        # Columns of several types, or with room for missing values, come as objects.
+        return np.asarray(array.tolist()) if array.dtype == object else array
     except (RuntimeError, ValueError) as error:
         raise DataError(f"Expected rows of one length, got some of others ({error}): pad them.") from error
 
 
-def as_tensor(value: Any) -> Tensor:
+def as_tensor(value: Any, *, copy: bool = True) -> Tensor:
     """Converts an array, a list or a number to a tensor; unsigned integers, which torch hardly supports, to int64."""
     if isinstance(value, Tensor):
         return value
@@ -316,7 +308,9 @@ def as_tensor(value: Any) -> Tensor:
         raise DataError(f"Expected numbers, got an array of {array.dtype}.")
     if array.dtype.kind == "u":
         array = signed(array)
-    return torch.from_numpy(np.ascontiguousarray(array).copy())
+    dtype = np.dtype(np.float64) if array.dtype.itemsize > 8 else array.dtype.newbyteorder("=")
+    array = np.ascontiguousarray(array, dtype)
+    return torch.from_numpy(array.copy() if copy or not array.flags.writeable else array)
 
 
 def signed(array: Array) -> Array:
@@ -328,17 +322,10 @@ def signed(array: Array) -> Array:
 
 def tensor_of(array: Array, name: str) -> Tensor:
     """An array that was read from a file as a tensor, without a copy where possible; half precision becomes float32."""
-    kind, size = array.dtype.kind, array.dtype.itemsize
-    if kind in "US":
+    if array.dtype.kind in "US":
         raise DataError(f"Expected numbers as {name}, got text ({array.dtype}): {TEXT_ADVICE}.")
-    if kind not in "fiub":
-        raise DataError(f"Expected numbers as {name}, got an array of {array.dtype}.")
-    if kind == "u":
-        array = signed(array)
-    elif kind == "f" and size not in (4, 8):
-        array = array.astype(np.float32 if size < 4 else np.float64)
-    native = array.dtype.newbyteorder("=")
-    return torch.from_numpy(np.require(array, native, ["C_CONTIGUOUS", "WRITEABLE"]))
+    tensor = as_tensor(array, copy=False)
+    return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
 def array_of(tensor: Tensor, name: str) -> Array:
@@ -354,20 +341,11 @@ def array_of(tensor: Tensor, name: str) -> Array:
 
 def row_count(data: Any) -> int:
     """The number of rows of arrays that belong together."""
-    lengths = {len(array) for array in parts(data) if array.ndim}
+    lengths: set[int] = set()
+    change_tensors(data, lambda value: lengths.update(value.shape[:1]) if is_array(value) else None)
     if len(lengths) != 1:
         raise DataError(f"Expected arrays with as many rows each, got {sorted(lengths) or 'none'}.")
     return lengths.pop()
-
-
-def parts(data: Any) -> Iterator[Any]:
-    if is_array(data):
-        yield data
-    elif isinstance(data, Mapping):
-        yield from filter(is_array, data.values())
-    else:
-        for part in data:
-            yield from parts(part)
 
 
 def take(data: Any, rows: slice | Tensor) -> Any:

@@ -27,7 +27,6 @@ from posthoc.collect.loaders import (
     move,
     read_batch,
     tensors_of,
-    to_device,
 )
 from posthoc.collect.outputs import Outputs, join, refuse_infinite
 from posthoc.errors import DataError, LayerError, PosthocError
@@ -42,16 +41,13 @@ RUNNING: WeakKeyDictionary[nn.Module, State] = WeakKeyDictionary()
 """The networks in eval mode now. Several generators or threads may run one; the last of them restores it."""
 
 CHECKED: WeakSet[nn.Module] = WeakSet()
-"""The networks whose weights had the same values before and after their first batch."""
+"""The networks whose weights had the same values before and after a whole pass."""
 
 CHANGED = (
     "Expected a network that stays as it is while posthoc runs it, found {}. If another thread trains it, predict with "
-    "a copy (copy.deepcopy(model)), or train and predict one after the other. If the network itself writes to its "
-    "weights, run it yourself and give posthoc.Outputs. The weights are not put back: load them again if need be."
-)
-CHANGED_BY_EVAL = (
-    "Expected a network whose weights stay as they are in eval mode, found that its eval() changes them: {}. Call "
-    "model.eval() before you hand the network over, and leave it so."
+    "a copy (copy.deepcopy(model)), or train and predict one after the other. If its eval() changes weights, call "
+    "model.eval() before you hand it over, and leave it so. If it writes to its weights when it is run, run it "
+    "yourself and give posthoc.Outputs. The weights are not put back: load them again if need be."
 )
 TRAINED_MEANWHILE = (
     "Expected a network in training mode, found that another thread predicts with it and has it in eval mode. Predict "
@@ -91,16 +87,10 @@ def evaluating(module: nn.Module | None) -> Iterator[None]:
 def exclusive(module: nn.Module | None) -> Iterator[None]:
     """Waits until no other thread runs the module that is in eval mode by `evaluating`."""
     state = RUNNING.get(module) if module is not None else None
-    if state is None:
-        yield
-        return
-    with state.lock:
+    if state is not None:
         state.threads.add(threading.get_ident())
+    with state.lock if state is not None else nullcontext():
         yield
-        if state.module not in CHECKED:
-            if changes := state.changes() or state.new_values():
-                raise PosthocError(CHANGED.format(changes))
-            CHECKED.add(state.module)
 
 
 class State:
@@ -120,33 +110,27 @@ class State:
         self.norms = norms(module) if self.own_eval or module not in CHECKED else {}
         self.hook: Any = None
         if any(self.training):
-            self.switch()
-
-    def switch(self) -> None:
-        """Puts the module into eval mode."""
-        try:
-            self.module.eval()
-            if self.own_eval and (changes := self.changes() or self.new_values()):
-                raise PosthocError(CHANGED_BY_EVAL.format(changes))
-        except BaseException:
-            self.set_flags()
-            raise
-        if not isinstance(self.module, torch.jit.ScriptModule):
-            self.hook = self.module.register_forward_pre_hook(refuse_other_threads)
+            try:
+                module.eval()
+            except BaseException:
+                self.set_flags()
+                raise
+            if not isinstance(module, torch.jit.ScriptModule):
+                self.hook = module.register_forward_pre_hook(refuse_other_threads)
 
     def changes(self) -> str:
         """What changed in the module that no forward pass in eval mode explains; empty if nothing did."""
-        if (now := marks(self.module)) != self.marks:
-            names = [name for name in {**self.marks, **now} if now.get(name) != self.marks.get(name)]
+        now = marks(self.module)
+        names = [name for name in {**self.marks, **now} if now.get(name) != self.marks.get(name)]
+        if self.norms:
+            after = norms(self.module)
+            same = [name for name, (mark, _) in self.norms.items() if name in after and after[name][0] == mark]
+            names += [name for name in same if after[name] != self.norms[name]]
+        if names:
             return f"changed weights ({listed(names)})"
+        if self.norms:
+            CHECKED.add(self.module)
         return "it in training mode" if self.module.training else ""
-
-    def new_values(self) -> str:
-        """The weights and buffers whose values changed though PyTorch counts no write to them."""
-        now = norms(self.module)
-        same = [name for name, (mark, _) in self.norms.items() if name in now and now[name][0] == mark]
-        written = [name for name in same if now[name] != self.norms[name]]
-        return f"new values of {listed(written)}" if written else ""
 
     @torch.no_grad()
     def restore(self, *, changed: bool) -> None:
@@ -287,7 +271,7 @@ class Backbone:
                 "Leave layer out, or give precomputed features in posthoc.Outputs."
             )
         if layer is not None and layer not in self._layers():
-            raise LayerError(f"Expected the name of a layer, got {layer!r}. {self._known_layers()}.")
+            raise LayerError(f"Expected the name of a layer, got {layer!r}. The layers are: {self._known_layers()}.")
         linear = [name for name, part in self._layers().items() if isinstance(part, nn.Linear)]
         self.takes_input = layer is None and bool(linear)
         self.layer = linear[-1] if self.takes_input else layer
@@ -316,7 +300,7 @@ class Backbone:
         return {name: part for name, part in self.module.named_modules() if name} if self.module is not None else {}
 
     def _known_layers(self) -> str:
-        return f"The layers are: {listed(list(self._layers()), 30)}"
+        return listed(list(self._layers()), 30)
 
     def place(self, raw: Any) -> Batch:
         """A batch where the network is; its target stays where it was."""
@@ -355,8 +339,8 @@ class Backbone:
         """The features of a batch from what the layer's hook captured."""
         if captured is None:
             raise LayerError(
-                f"Layer {self.layer!r} was not used when the model ran. Name one that is, with layer=.... "
-                f"{self._known_layers()}."
+                f"Layer {self.layer!r} was not used when the model ran. Name one that is, with layer=...; "
+                f"the layers are: {self._known_layers()}."
             )
         if captured.ndim < 2 or len(captured) != rows:
             raise LayerError(
@@ -379,32 +363,20 @@ class Reader:
         self, backbone: Backbone, features: bool, inputs: bool, targets: bool, width: tuple[int, ...] | None
     ) -> None:
         self.backbone, self.features, self.inputs, self.targets, self.width = backbone, features, inputs, targets, width
-        self.device, self.dtype = backbone.device, backbone.dtype
         self.rows = 0
         self.thread: int | None = None  # the one that runs our batch now
         self.captured: Tensor | None = None
 
     def __call__(self, raw: Any) -> Outputs:
         """The outputs of one batch, with features and inputs if wanted, and the targets if it has any."""
-        batch = read_batch(raw)
-        tensors: list[Tensor] = []
-        given: list[tuple[Tensor, int, Tensor]] = []  # the user's own tensors, which a model may write to
-
-        def lend(value: Any) -> Any:
-            if self.device is None:
-                self.device = value.device if isinstance(value, Tensor) else torch.device("cpu")
-            tensor = to_device(value, self.device, self.dtype)
-            if not isinstance(tensor, Tensor):
-                return tensor
+        batch = self.backbone.place(raw)
+        tensors = tensors_of(batch)
+        for tensor in tensors:
             refuse_infinite(tensor, "inputs", self.rows)
-            tensors.append(tensor)
-            if tensor is value:
-                given.append((tensor, version(tensor), tensor.detach().clone()))
-            # In the same memory, so that the outputs are the same to the bit.
-            return tensor.detach().requires_grad_(tensor.requires_grad)
-
+        before = [(tensor, version(tensor), tensor.detach().clone()) for tensor in tensors]
         with torch.no_grad(), exclusive(self.backbone.module):
-            args, kwargs = change_tensors((batch.args, batch.kwargs), lend)
+            # In the same memory, so that the outputs are the same to the bit.
+            args, kwargs = change_tensors((batch.args, batch.kwargs), aliased)
             inputs = read_inputs(tensors) if self.inputs else None
             self.thread, self.captured = threading.get_ident(), None
             try:
@@ -413,12 +385,14 @@ class Reader:
             except PosthocError:
                 raise
             except Exception as error:
-                error.add_note(f"posthoc: raised by your model, called on one batch of the data{advice(tensors)}.")
+                shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
+                advice = f" of shape {shapes}; a single point must be a batch of one, x[None]" if shapes else ""
+                error.add_note(f"posthoc: raised by your model, called on one batch of the data{advice}.")
                 raise
             finally:
                 self.thread = None
-                for tensor, before, copy in given:
-                    if tensor.is_inference() or version(tensor) != before:
+                for tensor, count, copy in before:  # which may be the user's own: a model may write to them
+                    if tensor.is_inference() or version(tensor) != count:
                         tensor.data.copy_(copy)
             outputs = in_rows(outputs, batch, self.width)
             refuse_infinite(outputs, "outputs", self.rows)
@@ -446,9 +420,8 @@ class Reader:
         self.captured = value.clone()  # a later layer may work on it in place
 
 
-def advice(tensors: list[Tensor]) -> str:
-    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
-    return f" of shape {shapes}; a single point must be a batch of one, x[None]" if shapes else ""
+def aliased(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def read_inputs(tensors: list[Tensor]) -> Tensor:  # (N, D)

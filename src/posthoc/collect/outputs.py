@@ -1,4 +1,4 @@
-"""`Outputs`: what a predictor looked at, what it said and what was true, one row a point. All a method needs."""
+"""`Outputs`: a predictor's inputs, features and outputs, and the targets, one row a point. All a method needs."""
 
 from __future__ import annotations
 
@@ -126,18 +126,15 @@ class Outputs:
     @property
     def nbytes(self) -> int:
         """The bytes of all of it."""
-        return sum(part.numel() * part.element_size() for part in vars(self).values() if part is not None)
+        return sum(part.nbytes for part in vars(self).values() if part is not None)
 
     def digest(self) -> dict[str, Any]:
         """What tells these outputs from others: shapes and a hash of the values, or of some of very many rows."""
-        rows = self if self.nbytes <= HASHED_WHOLE else self.spread(HASHED_ROWS)
-        hashed = hashlib.sha256()
-        shapes = {}
-        for name in NAMES:
-            part, some = getattr(self, name), getattr(rows, name)
+        hashed, shapes = hashlib.sha256(), {}
+        for name, part in vars(self if self.nbytes <= HASHED_WHOLE else self.spread(HASHED_ROWS)).items():
             if part is not None:
-                shapes[name] = [str(part.dtype), *part.shape]
-                hashed.update(some.detach().cpu().contiguous().view(torch.uint8).numpy())
+                shapes[name] = [str(part.dtype), *getattr(self, name).shape]
+                hashed.update(part.detach().cpu().contiguous().view(torch.uint8).numpy())
         return {**shapes, "sha256": hashed.hexdigest()}
 
     def only(self, *names: str) -> Outputs:
@@ -164,8 +161,8 @@ def join(parts: list[Outputs]) -> Outputs:
     return Outputs(**{name: stack([getattr(part, name) for part in parts], name) for name in NAMES})  # type: ignore[arg-type]
 
 
-def stack(parts: Any, name: str) -> Tensor | None:
-    present = [as_tensor(part) for part in parts if part is not None]
+def stack(parts: list[Tensor | None], name: str) -> Tensor | None:
+    present = [part for part in parts if part is not None]
     if not present:
         return None
     if len(present) != len(parts):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -23,97 +21,73 @@ __all__ = ["Columns", "read_csv", "read_parquet", "write_parquet"]
 Columns = Mapping[str, str | Sequence[str]]
 """Which columns hold what: a name, a pattern or a list of them for "outputs", "targets", "features", "inputs"."""
 
-LINES_AT_ONCE = 10_000
 NAMES_SHOWN = 40
+
+
+def choose(path: Path, names: list[str], columns: Columns | None) -> dict[str, list[str]]:
+    """Which columns of a table make up which array; by default `outputs`, or `outputs_0`, `outputs_1`, …"""
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise FileError(f"Expected columns of different names in {path}, found {listed(repeated)} more than once.")
+    if columns is None:
+        patterns = [(array, pattern) for array in NAMES for pattern in (f"{array}_[0-9]*", array)]
+        columns = {array: pattern for array, pattern in patterns if any(fnmatchcase(name, pattern) for name in names)}
+    if unknown := columns.keys() - set(NAMES):
+        raise OptionError(f"Expected columns for {', '.join(NAMES)}, got some for {', '.join(sorted(unknown))}.")
+    if "outputs" not in columns:
+        raise OptionError(
+            f"Expected columns for outputs, or named outputs_0, outputs_1, …, in {path}, got none. The columns are: "
+            f"{listed(names)}. Say which are which, as in --outputs p_cat,p_dog --targets label; in Python "
+            'columns={"outputs": ["p_cat", "p_dog"], ...}.'
+        )
+    chosen: dict[str, list[str]] = {}
+    for array, asked in columns.items():
+        chosen[array] = []
+        for pattern in [asked] if isinstance(asked, str) else asked:
+            matching = [pattern] if pattern in names else in_order([n for n in names if fnmatchcase(n, pattern)])
+            if not matching:
+                raise OptionError(
+                    f"Expected a column of {path} for {array}, got {pattern!r}. The columns are: {listed(names)}."
+                )
+            chosen[array] += matching
+        if not chosen[array] or len(set(chosen[array])) < len(chosen[array]):
+            raise OptionError(f"Expected one or more columns for {array}, each once, got {listed(chosen[array])}.")
+    for array, found in chosen.items():
+        if array != "targets" and (both := set(found).intersection(chosen.get("targets", []))):
+            raise OptionError(f"Expected targets in columns of their own, got {listed(sorted(both))} as {array} too.")
+    return chosen
 
 
 def in_order(names: list[str]) -> list[str]:
     """Columns that are numbered (logit_0, logit_1, …) by their numbers, others as they stand in the file."""
-    numbers = [re.fullmatch(r"(.*?)(\d+)", name) for name in names]
-    prefixes = {found[1] for found in numbers if found}
-    if None in numbers or len(prefixes) != 1:
-        return names
-    return sorted(names, key=lambda name: int(name[len(next(iter(prefixes))) :]))
+    matches = [re.fullmatch(r"(.*?)(\d+)", name) for name in names]
+    numbers = {match[0]: int(match[2]) for match in matches if match}
+    prefixes = {match[1] if match else None for match in matches}
+    return sorted(names, key=lambda name: numbers[name]) if len(prefixes) == 1 and None not in prefixes else names
 
 
-class Choice(NamedTuple):
-    """The columns that make up an array."""
-
-    columns: list[str]
-    alone: bool  # one column as it is, and not as a matrix of one
-
-
-def choose(path: Path, there: list[str], columns: Columns | None) -> dict[str, Choice]:
-    """Which columns of a table make up which array."""
-    if twice := [name for name, times in Counter(there).items() if times > 1]:
-        raise FileError(f"Expected columns of different names in {path}, found {listed(twice)} more than once.")
-    chosen = by_default(there) if columns is None else by_name(path, there, columns)
-    if "outputs" not in chosen:
-        asked = "in columns" if columns is not None else f"or outputs_0, outputs_1, …, in {path}"
-        raise OptionError(
-            f"Expected columns for outputs {asked}, got none. The columns are: {listed(there)}. Say which are which, "
-            'as in --outputs p_cat,p_dog --targets label; in Python columns={"outputs": ["p_cat", "p_dog"], ...}.'
-        )
-    return chosen
-
-
-def by_default(there: list[str]) -> dict[str, Choice]:
-    """Columns with the names of our arrays: `outputs`, or `outputs_0`, `outputs_1`, …"""
-    chosen = {}
-    for name in NAMES:
-        numbered = [column for column in there if re.fullmatch(rf"{name}_\d+", column)]
-        if name in there:
-            chosen[name] = Choice([name], alone=True)
-        elif numbered:
-            chosen[name] = Choice(sorted(numbered, key=lambda column: int(column.rpartition("_")[2])), alone=False)
-    return chosen
-
-
-def by_name(path: Path, there: list[str], columns: Columns) -> dict[str, Choice]:
-    """The columns that the user named."""
-    if unknown := columns.keys() - set(NAMES):
-        raise OptionError(f"Expected columns for {', '.join(NAMES)}, got some for {', '.join(sorted(unknown))}.")
-    chosen: dict[str, Choice] = {}
-    for name, asked in columns.items():
-        patterns = [asked] if isinstance(asked, str) else list(asked)
-        found: list[str] = []
-        for pattern in patterns:
-            matching = [pattern] if pattern in there else in_order([c for c in there if fnmatchcase(c, pattern)])
-            if not matching:
-                raise OptionError(
-                    f"Expected a column of {path} for {name}, got {pattern!r}. The columns are: {listed(there)}."
-                )
-            found += matching
-        if not found or len(set(found)) < len(found):
-            raise OptionError(f"Expected one or more columns for {name}, each once, got {listed(found)}.")
-        chosen[name] = Choice(found, alone=found == [asked])
-    answers = set(chosen["targets"].columns) if "targets" in chosen else set()
-    for name, choice in chosen.items():
-        if name != "targets" and (both := answers & set(choice.columns)):
-            raise OptionError(f"Expected targets in columns of their own, got {listed(both)} as {name} too.")
-    return chosen
-
-
-def assemble(chosen: Mapping[str, Choice], values: Mapping[str, Array]) -> dict[str, Tensor]:
+def assemble(
+    chosen: Mapping[str, list[str]], columns: Columns | None, values: Mapping[str, Array]
+) -> dict[str, Tensor]:
     """Columns as arrays: whole numbers are classes among the targets, and real numbers elsewhere."""
     tensors = {}
-    for name, choice in chosen.items():
-        parts = [values[column] for column in choice.columns]
+    for array, names in chosen.items():
+        parts = [values[name] for name in names]
         if not len(parts[0]):
             raise DataError("Expected at least one row, got none: the table has nothing but its header.")
-        array = parts[0] if choice.alone else np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
-        if array.dtype.kind in "iub":
-            array = array.astype(np.int64 if name == "targets" else np.float64)
-        tensors[name] = tensor_of(array, name)
+        # One column that was named is taken as it is, and not as a matrix of one.
+        alone = names == [array if columns is None else columns[array]]
+        joined = parts[0] if alone else np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+        if joined.dtype.kind in "iub":
+            joined = joined.astype(np.int64 if array == "targets" else np.float64)
+        tensors[array] = tensor_of(joined, array)
     return tensors
 
 
-def used(chosen: Mapping[str, Choice]) -> list[str]:
-    return list(dict.fromkeys(column for choice in chosen.values() for column in choice.columns))
+def used(chosen: Mapping[str, list[str]]) -> list[str]:
+    return list(dict.fromkeys(name for names in chosen.values() for name in names))
 
 
-def listed(names: Iterable[str]) -> str:
-    names = list(names)
+def listed(names: list[str]) -> str:
     more = f", and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return (", ".join(map(repr, names[:NAMES_SHOWN])) or "none") + more
 
@@ -125,55 +99,52 @@ def read_csv(path: Path, columns: Columns | None) -> dict[str, Tensor]:
     """The arrays of a text table whose first line names the columns; commas, semicolons or tabs between them."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            return parse_csv(path, file, columns)
+            first = file.readline()
+            file.seek(0)
+            lines = filter(None, csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True))
+            names = [name.strip() for name in next(lines, [])]
+            if all(map(is_number, names)):
+                raise FileError(
+                    f"Expected the names of the columns in the first line of {path}, found none: add that line."
+                )
+            chosen = choose(path, names, columns)
+            numbers = np.fromiter(read_numbers(path, lines, names, used(chosen)), float)
     except (UnicodeDecodeError, csv.Error) as error:
         raise FileError(
             f"Expected a CSV table in UTF-8, found other text in {path} ({error}): save it again."
         ) from error
+    values = dict(zip(used(chosen), numbers.reshape(-1, len(used(chosen))).T, strict=True))
+    for name in chosen.get("targets", []):
+        if (abs(values[name]) < 2**53).all() and (values[name] % 1.0 == 0.0).all():
+            values[name] = values[name].astype(np.int64)
+    return assemble(chosen, columns, values)
 
 
-def parse_csv(path: Path, file: TextIO, columns: Columns | None) -> dict[str, Tensor]:
-    first = file.readline()
-    file.seek(0)
-    lines = filter(None, csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True))
-    there = [name.strip() for name in next(lines, [])]
-    if all(is_number(name) for name in there):
-        raise FileError(f"Expected the names of the columns in the first line of {path}, found none: add that line.")
-    chosen = choose(path, there, columns)
-    places = {column: there.index(column) for column in used(chosen)}
-    blocks: dict[str, list[Array]] = {column: [np.zeros(0, np.int64)] for column in places}
-    row = 0
-    while block := list(islice(lines, LINES_AT_ONCE)):
-        for number, line in enumerate(block, row):
-            if len(line) != len(there):
-                raise FileError(
-                    f"Expected {len(there)} values in every line of {path}, found {len(line)} in row {number}: the "
-                    "file may have been cut short; save it again."
+def read_numbers(path: Path, lines: Iterator[list[str]], names: list[str], wanted: list[str]) -> Iterator[float]:
+    """The numbers in some of the columns, row by row."""
+    places = [names.index(name) for name in wanted]
+    for row, line in enumerate(lines):
+        if len(line) != len(names):
+            raise FileError(
+                f"Expected {len(names)} values in every line of {path}, found {len(line)} in row {row}: the file may "
+                "have been cut short; save it again."
+            )
+        for place in places:
+            if not is_number(text := line[place]):
+                advice = TEXT_ADVICE if text.strip() else "remove the rows without one"
+                raise DataError(
+                    f"Expected numbers in column {names[place]!r}, got {text!r:.60} in row {row}: {advice}."
                 )
-        for column, place in places.items():
-            blocks[column].append(parse([line[place] for line in block], column, row))
-        row += len(block)
-    return assemble(chosen, {column: np.concatenate(parts) for column, parts in blocks.items()})
-
-
-def parse(texts: list[str], column: str, first_row: int) -> Array:
-    """Whole numbers if all of them are, else real ones."""
-    for row, text in enumerate(texts, first_row):
-        if not is_number(text):
-            advice = TEXT_ADVICE if text.strip() else "remove the rows without one"
-            raise DataError(f"Expected numbers in column {column!r}, got {text!r:.60} in row {row}: {advice}.")
-    try:
-        return np.array([int(text) for text in texts], dtype=np.int64)
-    except (ValueError, OverflowError):
-        return np.array([float(text) for text in texts])
-
-
-NUMBER = re.compile(r"\s*[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|nan|inf(inity)?)\s*", re.IGNORECASE)
-"""A number as programs write it; Python also takes 1_000 and the digits of other scripts."""
+            yield float(text)
 
 
 def is_number(text: str) -> bool:
-    return NUMBER.fullmatch(text) is not None
+    """Whether a text is a number as programs write it; Python also takes 1_000 and the digits of other scripts."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text.isascii() and "_" not in text
 
 
 # Parquet.
@@ -202,18 +173,16 @@ def read_parquet(path: Path, columns: Columns | None) -> dict[str, Tensor]:
             f"Expected a Parquet file, found one in {path} that cannot be read ({error}). "
             "A truncated file must be saved again."
         ) from error
-    return assemble(chosen, {column: values_of(table.column(column), column) for column in used(chosen)})
+    return assemble(chosen, columns, {name: values_of(table.column(name), name) for name in used(chosen)})
 
 
 def values_of(column: Any, name: str) -> Array:
     """A column as an array with one row a row: lists become further axes."""
     pa = pyarrow()
-    rows, width = len(column), []
-    if not rows:
-        return np.zeros(0)
-    if pa.types.is_dictionary(column.type):
+    types, rows, width = pa.types, len(column), []
+    if types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    while is_list(column.type) and not column.null_count:
+    while rows and hasattr(column.type, "value_field") and not column.null_count:
         lengths = pa.compute.unique(pa.compute.list_value_length(column)).to_pylist()
         if len(lengths) > 1:
             raise DataError(f"Expected lists of one length in column {name!r}, got lengths {sorted(lengths)[:5]}.")
@@ -223,19 +192,13 @@ def values_of(column: Any, name: str) -> Array:
         raise DataError(
             f"Expected a number in every row of column {name!r}, got none {column.null_count} times: remove those rows."
         )
-    if pa.types.is_decimal(column.type):
+    if types.is_decimal(column.type):
         column = column.cast(pa.float64())
-    kind = column.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if types.is_string(column.type) or types.is_large_string(column.type):
         raise DataError(f"Expected numbers in column {name!r}, got text such as {column[0]!s:.40}: {TEXT_ADVICE}.")
-    if not (pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
-        raise DataError(f"Expected numbers in column {name!r}, got {kind}.")
+    if not (types.is_floating(column.type) or types.is_integer(column.type) or types.is_boolean(column.type)) and rows:
+        raise DataError(f"Expected numbers in column {name!r}, got {column.type}.")
     return np.asarray(column.to_numpy()).reshape(rows, *width)
-
-
-def is_list(kind: Any) -> bool:
-    types = pyarrow().types
-    return types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind)
 
 
 def write_parquet(path: Path, arrays: Mapping[str, Array]) -> None:
