@@ -232,7 +232,7 @@ class OutputsWriter:
                 self._open_files(self._stack)
                 sync_folder(self.folder)
             for name, array in arrays.items():
-                write_at(self._files[name], file_size(types[name], self._rows), np.ascontiguousarray(array))
+                write_at(self._files[name], file_size(types[name], self._rows), np.ascontiguousarray(array).data)
             self._rows += len(outputs)
             if time.monotonic() - self._committed_at >= COMMIT_SECONDS:
                 self._commit()
@@ -302,7 +302,7 @@ class OutputsWriter:
         self._stack.close()
 
 
-def write_at(file: BinaryIO, position: int, data: bytes | Array) -> None:
+def write_at(file: BinaryIO, position: int, data: bytes | memoryview) -> None:
     """Writes all of the data: a full disk takes a part of them before it fails."""
     file.seek(position)
     rest = memoryview(data).cast("B")
