@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
-from posthoc.evaluate.report.records import read_results
-from posthoc.evaluate.report.tables import (
+from posthoc.evaluate.report.summary import (
     CaseSummary,
-    Column,
     Estimate,
     ExperimentSummary,
     MethodSummary,
+    described,
+    read_results,
+)
+from posthoc.evaluate.report.tables import (
+    Column,
     columns_of,
     csv_table,
-    described,
     escape_markdown,
+    figures_and_errors,
     markdown_table,
     places_of,
     spread,
-    summarize,
 )
 from posthoc.io import atomic_path
 
@@ -29,12 +32,11 @@ __all__ = ["csv_means", "latex_means", "markdown_means", "write_tables"]
 def write_tables(folder: str | os.PathLike[str]) -> list[Path]:
     """Writes table.md, table.csv and table.tex of all runs in a folder, and returns their paths."""
     results = read_results(folder)
-    experiments = summarize(results.records)
     warnings = "".join(f"\n> {escape_markdown(warning)}\n" for warning in results.warnings)
     texts = {
-        "table.md": "\n".join(map(markdown_means, experiments)) + warnings,
-        "table.csv": csv_means(experiments),
-        "table.tex": "\n".join(map(latex_means, experiments)),
+        "table.md": "\n".join(map(markdown_means, results.experiments)) + warnings,
+        "table.csv": csv_means(results.experiments),
+        "table.tex": "\n".join(map(latex_means, results.experiments)),
     }
     for name, text in texts.items():
         with atomic_path(Path(folder) / name) as temporary:
@@ -49,20 +51,18 @@ def markdown_means(experiment: ExperimentSummary) -> str:
 
 def markdown_case(case: CaseSummary, *, several: bool) -> str:
     title = f"### {escape_markdown(case.case)}\n\n" if several else ""
-    seeds = {"": "seeds"} | {method.title: str(len(method.counted)) for method in case.methods}
-    table = markdown_table(columns_of(case)[0], {each.title: each.estimates for each in case.methods}, last=seeds)
+    rows = {each.title: each.estimates | {"seeds": Estimate(len(each.counted))} for each in case.methods}
+    table = markdown_table([*columns_of(case.figures)[0], Column("seeds", "seeds", str)], rows)
     notes = [*(f"Data, {source}" for source in case.sources), *case.notes()]
     return title + table + ("\n" if notes else "") + "".join(f"- {escape_markdown(note)}\n" for note in notes)
 
 
-def csv_means(experiments: list[ExperimentSummary]) -> str:
+def csv_means(experiments: Iterable[ExperimentSummary]) -> str:
     """A row a method: every figure's mean and standard error with all their digits, and where the data come from."""
-    rows, more = {}, {}
+    rows = []
     for case in (case for experiment in experiments for case in experiment.cases):
         for method in case.methods:
-            key = " ".join((case.experiment, case.case, method.method))
-            rows[key] = method.estimates
-            more[key] = {
+            about = {
                 "experiment": case.experiment,
                 "case": case.case,
                 "method": method.method,
@@ -70,7 +70,8 @@ def csv_means(experiments: list[ExperimentSummary]) -> str:
                 "excluded": len(method.excluded),
                 "data": " | ".join(sources_of(method)),
             }
-    return csv_table(rows, more)
+            rows.append(about | figures_and_errors(method.estimates))
+    return csv_table(rows)
 
 
 def sources_of(method: MethodSummary) -> list[str]:
@@ -80,7 +81,7 @@ def sources_of(method: MethodSummary) -> list[str]:
 
 def latex_means(experiment: ExperimentSummary) -> str:
     """One table (packages: booktabs), a block a case: the best in bold, the second best underlined."""
-    columns = list(dict.fromkeys(column for case in experiment.cases for column in columns_of(case)[0]))
+    columns = list(dict.fromkeys(column for case in experiment.cases for column in columns_of(case.figures)[0]))
     width = len(columns) + 1
     lines = [
         f"\\begin{{tabular}}{{l{'r' * len(columns)}}}",
@@ -105,8 +106,7 @@ def latex_means(experiment: ExperimentSummary) -> str:
 def latex_row(columns: list[Column], method: MethodSummary, case: CaseSummary) -> str:
     cells = []
     for column in columns:
-        figure = column.figure
-        known = {each.method: each.estimates[figure] for each in case.methods if figure in each.estimates}
+        known = case.estimates(column.figure)
         cells.append(latex_cell(column, known.get(method.method), places_of(column, known).get(method.method)))
     return " & ".join((escape_latex(method.title), *cells)) + " \\\\"
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from posthoc.cli.report import report as command
 from posthoc.errors import FileError
 from posthoc.evaluate.report.page import picture_of, render, write_report
-from posthoc.evaluate.report.records import read_results
+from posthoc.evaluate.report.summary import read_results
 from tests.report_cases import cifar10, compared, document, everything, pictures, regression_curves, write
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}

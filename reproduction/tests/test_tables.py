@@ -10,14 +10,14 @@ import subprocess
 
 import pytest
 
-from posthoc.evaluate.report.records import read_results
-from posthoc.evaluate.report.tables import escape_markdown, summarize
+from posthoc.evaluate.report.summary import read_results
+from posthoc.evaluate.report.tables import escape_markdown
 from reproduction.tables import csv_means, escape_latex, latex_means, markdown_means, write_tables
 from tests.report_cases import compared, document, regression, write
 
 
 def one(folder):
-    (experiment,) = summarize(read_results(folder).records)
+    (experiment,) = read_results(folder).experiments
     return experiment
 
 

@@ -22,15 +22,8 @@ from posthoc.display import html_table
 from posthoc.errors import DataError, LayerError, MissingExtraError, OptionError
 from posthoc.evaluate.cost import measured
 from posthoc.evaluate.evaluate import require_ood_task, score
-from posthoc.evaluate.report.tables import (
-    Column,
-    Estimate,
-    columns_for,
-    csv_table,
-    markdown_table,
-    rich_table,
-    written,
-)
+from posthoc.evaluate.report import tables
+from posthoc.evaluate.report.summary import Estimate
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.registry import make_likelihood
 from posthoc.methods import REGISTRY, method_named
@@ -91,10 +84,9 @@ class Comparison:
         return {row.method: row.figures for row in self.rows if row.figures}
 
     @property
-    def columns(self) -> list[Column]:
+    def columns(self) -> list[tables.Column]:
         """The columns of the table."""
-        names = dict.fromkeys(figure for figures in self.figures.values() for figure in figures)
-        return columns_for(names, [name for name in names if name.endswith(("_seconds", "_memory"))])[0]
+        return tables.columns_of(figure for figures in self.figures.values() for figure in figures)[0]
 
     @property
     def estimates(self) -> dict[str, dict[str, Estimate]]:
@@ -108,11 +100,12 @@ class Comparison:
     def markdown(self) -> str:
         """The table as Markdown, the methods without figures below it."""
         notes = "".join(f"\n- {note}" for note in self.notes())
-        return markdown_table(self.columns, self.estimates) + (f"{notes}\n" if notes else "")
+        return tables.markdown_table(self.columns, self.estimates) + (f"{notes}\n" if notes else "")
 
     def csv(self) -> str:
         """Every figure with all its digits as CSV."""
-        return csv_table(self.estimates)
+        rows = self.estimates.items()
+        return tables.csv_table({"method": name} | tables.figures_and_errors(row) for name, row in rows)
 
     def notes(self) -> list[str]:
         """The methods without figures and why, those with the same reason together."""
@@ -137,7 +130,7 @@ class Comparison:
             if not console.is_terminal:
                 console = Console(width=200)  # a file has room for every column
         if self.figures:
-            console.print(rich_table(self.columns, self.estimates, title))
+            console.print(tables.rich_table(self.columns, self.estimates, title))
         for note in self.notes():
             console.print(escape(note), highlight=False, soft_wrap=True)
 
@@ -156,7 +149,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         columns = {"method": list(self.figures)} | {
-            column.heading: [written(column, row.get(column.figure)) for row in self.estimates.values()]
+            column.heading: [tables.written(column, row.get(column.figure)) for row in self.estimates.values()]
             for column in self.columns
         }
         return html_table(repr(self), columns, rows=len(self.rows))

@@ -46,7 +46,8 @@ FEWEST = 10
 SMALLEST_SHARE = 0.002
 """The same, for results that hold only the share of points in a bin."""
 
-Curve = Mapping[str, Sequence[float]]
+Curve = Mapping[str, Any]
+"""Columns of numbers by name."""
 
 
 def plot(pred: Predictive, targets: Any = None, ax: Axes | None = None) -> Axes:
@@ -105,7 +106,7 @@ def intervals(
     columns = {"target": truth, "mean": pred.mean, "low": low, "high": high}
     flat = {name: values.detach().double().cpu().reshape(-1) for name, values in columns.items()}
     rows = torch.linspace(0, len(flat["mean"]) - 1, min(most, len(flat["mean"]))).long()
-    draw_intervals(ax, {name: values[rows].tolist() for name, values in flat.items()})
+    draw_intervals(ax, {name: values[rows] for name, values in flat.items()})
     ax.set(xlabel="mean" if targets is None else "target", ylabel=f"prediction, {level:.0%} interval")
     return ax
 
@@ -121,9 +122,10 @@ def risk_coverage(pred: Predictive, targets: Any, ax: Axes | None = None, *, by:
     """
     ax = axes(ax)
     kept, risk = m.risk_coverage(pred, targets, by)
+    label = "error rate" if hasattr(pred, "log_probs") else "mean squared error"
     ax.plot(kept.cpu(), risk.cpu(), color=BAND, linewidth=1.6)
-    ax.set(xlabel="share of rows kept, the most certain first", xlim=(0, 1), ylabel=risk_label(pred))
-    ax.set_ylim(0, range_of(risk[len(risk) // 20 :].tolist())[1])
+    ax.set(xlabel="share of rows kept, the most certain first", xlim=(0, 1), ylabel=label)
+    ax.set_ylim(0, range_of([risk[len(risk) // 20 :].cpu()])[1])
     return ax
 
 
@@ -149,6 +151,7 @@ def entropy_histogram(
     if outside is not None:
         curve["out"] = (m.entropy_histogram(outside, bins)[1] / len(outside)).tolist()
     draw_entropy(ax, curve)
+    ax.set_ylabel("share of rows")
     if outside is not None:
         ax.legend(["these data" if label == "outside" else "all", label], frameon=False)
     return ax
@@ -188,21 +191,14 @@ def prediction_bands(
 ) -> None:
     """Writes a PNG with a panel a prediction along x: the mean, one and two standard deviations, the data as dots."""
     figure = require("matplotlib.figure", "plots", "Drawing figures").Figure((5.2 * len(panels), 3.6), layout="tight")
-    places = figure.subplots(1, len(panels), sharey=True, squeeze=False)
-    across = x.squeeze(-1).cpu()
-    for ax, (title, pred) in zip(places[0], panels, strict=True):
+    across, points = x.squeeze(-1).cpu(), torch.stack([part.reshape(-1).cpu() for part in data], 1)
+    for ax, (title, pred) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
         mean, std = pred.mean.squeeze(-1).cpu(), pred.std.squeeze(-1).cpu()
-        for width, shade in ((2.0, 0.18), (1.0, 0.28)):
-            ax.fill_between(across, mean - width * std, mean + width * std, color=BAND, alpha=shade, linewidth=0)
-        ax.plot(data[0].cpu(), data[1].cpu(), ".", color=POINTS, markersize=3, alpha=0.55, label="data")
-        ax.plot(across, mean, color=INK, linewidth=1.6, label="the network")
-        ax.fill_between([], [], [], color=BAND, alpha=0.4, linewidth=0, label="±1 and ±2 standard deviations")
+        draw_band(ax, {"x": across, "mean": mean, "low": mean - 2 * std, "high": mean + 2 * std, "points": points})
+        ax.fill_between(across, mean - std, mean + std, color=BAND, alpha=0.28, linewidth=0)
         ax.set_title(title, loc="left", fontsize=11)
-        ax.set_xlabel("x")
-        ax.margins(x=0)
-        bare(ax)
-    places[0][0].set_ylabel("y")
-    places[0][0].legend(frameon=False, fontsize=8, loc="lower right")
+    labels = ["data", "the network", "±2 standard deviations", "±1 standard deviation"]
+    ax.legend(labels, frameon=False, fontsize=8, loc="lower right")
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png")
 
@@ -212,16 +208,16 @@ def prediction_bands(
 
 def draw_reliability(ax: Axes, curve: Curve) -> None:
     """Confidence and accuracy of bins; `count`, or else `share`, says which bins hold few points."""
-    confidence, accuracy, share = (column(curve, name) for name in ("confidence", "accuracy", "share"))
+    confidence, accuracy, share = (np.asarray(curve[name], float) for name in ("confidence", "accuracy", "share"))
     ax.bar((np.arange(len(share)) + 0.5) / len(share), share, 1 / len(share), color=SOFT, alpha=0.16, linewidth=0)
     ax.plot([0, 1], [0, 1], color=SOFT, linestyle="dashed", linewidth=1)
     filled = np.isfinite(confidence) & np.isfinite(accuracy)
     many = filled & (share >= SMALLEST_SHARE)
     if "count" in curve:
-        count = column(curve, "count")
+        count = np.asarray(curve["count"], float)
         many = filled & (count >= FEWEST)
         # Two standard errors by Wilson's interval, which has a length at accuracies of 0 and 1 too.
-        n = np.maximum(count[many], 1)
+        n = count[many]
         center = (accuracy[many] + 2 / n) / (1 + 4 / n)
         half = 2 / (1 + 4 / n) * np.sqrt(accuracy[many] * (1 - accuracy[many]) / n + 1 / n**2)
         ax.vlines(confidence[many], center - half, center + half, color=BAND, alpha=0.5, linewidth=2)
@@ -229,65 +225,52 @@ def draw_reliability(ax: Axes, curve: Curve) -> None:
     ax.plot(confidence[few], accuracy[few], "o", color=SOFT, alpha=0.5, markersize=2.5)
     ax.plot(confidence[many], accuracy[many], "o-", color=BAND, markersize=4, linewidth=1.4)
     ax.set(xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1), xlabel="confidence", ylabel="accuracy")
-    bare(ax)
 
 
-def draw_entropy(ax: Axes, curve: Curve, top: float | None = None) -> None:
+def draw_entropy(ax: Axes, curve: Curve, top: float = 0.0) -> None:
     """Shares of rows by entropy, test data filled, others (`out`) as a line; heights by their square root."""
-    inside = column(curve, "in")
-    heights = [inside] + ([column(curve, "out")] if "out" in curve else [])
-    top = top or max(float(np.nanmax(np.concatenate(heights))), 0.01)
+    heights = {name: np.nan_to_num(np.asarray(curve[name], float)) for name in ("in", "out") if name in curve}
+    top = top or max(float(values.max()) for values in heights.values())
     ax.set_yscale("function", functions=(lambda v: np.sqrt(np.maximum(v, 0)), np.square))
-    ax.stairs(np.nan_to_num(inside), curve["edges"], fill=True, color=BAND, alpha=0.4)
-    if "out" in curve:
-        ax.stairs(np.nan_to_num(heights[1]), curve["edges"], color=POINTS, linewidth=1.8)
+    ax.stairs(heights["in"], curve["edges"], fill=True, color=BAND, alpha=0.4)
+    if "out" in heights:
+        ax.stairs(heights["out"], curve["edges"], color=POINTS, linewidth=1.8)
     levels = [level for level in (0.01, 0.1, 0.5, 1.0) if level <= 1.05 * top]
     ax.set_yticks(levels, [f"{level:.0%}" for level in levels])
-    ax.set(xlabel="entropy, nats", ylabel="share of rows", xlim=(curve["edges"][0], curve["edges"][-1]))
-    ax.set_ylim(0, 1.05 * top)
-    bare(ax)
+    ax.set(xlabel="entropy, nats", xlim=(curve["edges"][0], curve["edges"][-1]), ylim=(0, 1.05 * max(top, 0.01)))
 
 
-def draw_intervals(ax: Axes, curve: Curve, span: tuple[float, float] | None = None) -> tuple[int, int]:
-    """Intervals against targets; returns how many hold the target, and how many there are."""
-    rows = np.stack([column(curve, name) for name in ("target", "mean", "low", "high")], 1)
-    target, mean, low, high = rows[np.isfinite(rows).all(1)].T
-    held = (low <= target) & (target <= high)
-    span = span or range_of([*target.tolist(), *mean.tolist()])
+def draw_intervals(ax: Axes, curve: Curve, span: tuple[float, float] | None = None) -> None:
+    """Intervals against targets; those that miss them are marked."""
+    target, mean, low, high = (np.asarray(curve[name], float) for name in ("target", "mean", "low", "high"))
+    span = span or range_of([target, mean])
     ax.plot(span, span, color=SOFT, linestyle="dashed", linewidth=1)
+    held, missed = (low <= target) & (target <= high), (target < low) | (high < target)
     ax.vlines(target[held], low[held], high[held], color=BAND, alpha=0.45, linewidth=1.3)
-    ax.vlines(target[~held], low[~held], high[~held], color=POINTS, linewidth=1.6)
-    ax.plot(target[~held], mean[~held], "o", color=POINTS, markersize=3)
+    ax.vlines(target[missed], low[missed], high[missed], color=POINTS, linewidth=1.6)
+    ax.plot(target[missed], mean[missed], "o", color=POINTS, markersize=3)
     ax.set(xlim=span, ylim=span, xlabel="target", ylabel="prediction")
     ax.locator_params(nbins=4)
-    bare(ax)
-    return int(held.sum()), len(held)
 
 
-def draw_band(ax: Axes, curve: Curve) -> None:
+def draw_band(ax: Axes, curve: Curve, span: tuple[float, float] | None = None) -> None:
     """A mean and its interval along x, and the data."""
-    ax.fill_between(
-        column(curve, "x"), column(curve, "low"), column(curve, "high"), color=BAND, alpha=0.25, linewidth=0
-    )
-    if "points_x" in curve:
-        ax.plot(column(curve, "points_x"), column(curve, "points_y"), ".", color=POINTS, markersize=2.5, alpha=0.5)
-    ax.plot(column(curve, "x"), column(curve, "mean"), color=INK, linewidth=1.5)
-    ax.set(xlabel="x", ylabel="y")
+    ax.fill_between(curve["x"], curve["low"], curve["high"], color=BAND, alpha=0.25, linewidth=0)
+    if "points" in curve:
+        ax.plot(*np.transpose(curve["points"]), ".", color=POINTS, markersize=2.5, alpha=0.5)
+    ax.plot(curve["x"], curve["mean"], color=INK, linewidth=1.5)
+    ax.set(xlabel="x", ylabel="y", ylim=span)
     ax.margins(x=0)
     ax.locator_params(nbins=5)
     bare(ax)
 
 
-def draw_line(
-    ax: Axes, index: int, x: Iterable[float], y: Iterable[float], error: Iterable[float] | None = None
-) -> None:
+def draw_line(ax: Axes, index: int, x: Any, y: Any, error: Any = None) -> None:
     """One of several lines that look different by color, dashes and markers; `index` is also its group's id."""
-    x, y = np.asarray(list(x), float), np.asarray(list(y), float)
-    bars = np.nan_to_num(np.asarray(list(error), float)) if error is not None else None
     drawn = ax.errorbar(
         x,
         y,
-        bars if bars is not None and bars.any() else None,
+        error if error is not None and np.any(error) else None,
         color=COLORS[index % len(COLORS)],
         linestyle=DASHES[index % len(DASHES)],
         marker=MARKERS[index % len(MARKERS)],
@@ -299,6 +282,13 @@ def draw_line(
     )
     for artist in drawn.get_children():
         artist.set_gid(f"series-{index}")
+
+
+def intervals_held(curve: Curve) -> tuple[int, int]:
+    """How many intervals hold their target, and how many there are."""
+    target, low, high = (np.asarray(curve[name], float) for name in ("target", "low", "high"))
+    known = np.isfinite([target, low, high]).all(0)
+    return int(((low <= target) & (target <= high))[known].sum()), int(known.sum())
 
 
 def axes(ax: Axes | None) -> Axes:
@@ -317,19 +307,10 @@ def bare(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def risk_label(pred: Predictive) -> str:
-    return "error rate" if hasattr(pred, "log_probs") else "mean squared error"
-
-
-def range_of(values: Iterable[float], share: float = 0.05) -> tuple[float, float]:
-    """The range of the finite values with some room around it."""
-    known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
-    low, high = min(known), max(known)
-    if not high > low:
-        return low - 0.5, high + 0.5
-    return low - share * (high - low), high + share * (high - low)
-
-
-def column(curve: Curve, name: str) -> Any:
-    """A column as an array, NaN for None."""
-    return np.asarray([math.nan if value is None else value for value in curve[name]], float)
+def range_of(values: Iterable[Any], room: float = 0.05) -> tuple[float, float]:
+    """The range of the finite values of several columns, with some room around it."""
+    known = np.concatenate([np.asarray(column, float) for column in values])
+    known = known[np.isfinite(known)] if np.isfinite(known).any() else np.array([0.0, 1.0])
+    low, high = float(known.min()), float(known.max())
+    margin = room * (high - low) if high > low else 0.5
+    return low - margin, high + margin

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import io
-import math
+import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+import numpy as np
 from markupsafe import Markup
 
 from posthoc.evaluate import plots
 from posthoc.evaluate.report.records import Curve
-from posthoc.evaluate.report.tables import CaseSummary, MethodSummary, decimals, estimate, title_of
+from posthoc.evaluate.report.summary import CaseSummary, MethodSummary
+from posthoc.evaluate.report.tables import column_of
 from posthoc.optional import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Block", "Chart", "Charts"]
+__all__ = ["Block", "Chart", "blocks_of"]
 
 STYLE = {
     "font.size": 9,
@@ -51,216 +53,165 @@ VARIABLES = {
     "#ffffff": "var(--card)",
 }
 """Colors of charts as variables of the style sheet, which has others for dark mode."""
-INCH = 72
+PANELS = {
+    "reliability": ("Reliability", "ece"),
+    "entropy": ("Entropy", "ood_auc"),
+    "error_bars": ("Intervals", "coverage_90"),
+    "band": ("Prediction", "nll"),
+}
+"""Curves that are drawn in a chart a method, in this order: what they show, and the figure above them."""
 HEADROOM = 0.6
 """How far charts of bands reach beyond the data, in units of the data's range; bands that leave them are cut."""
 
-KINDS = ("reliability", "entropy", "error_bars", "band")
-"""Curves that are drawn in a chart a method, in this order."""
+Draw = Callable[["Axes"], Any]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: its heading, a figure of what it shows, and the SVG's parts."""
+    """One chart: its heading, a figure of what it shows, and the SVG."""
 
     title: str
     note: str
-    label: str
-    """What it shows, for those who listen to the page."""
-    viewbox: str
-    body: Markup
+    svg: Markup
 
 
 @dataclass(frozen=True)
 class Block:
-    """Charts of one kind: "lines" of all methods with their legend, or one of `KINDS`."""
+    """Charts of one kind: "lines" of all methods with their legend, or one of `PANELS`."""
 
     kind: str
     charts: list[Chart]
-    legend: Sequence[tuple[int, str, Chart]] = ()
+    legend: Sequence[tuple[int, str, Markup]] = ()
 
 
-class Charts:
-    """Draws the charts of one page; ids are unique within it."""
+def blocks_of(case: CaseSummary, numbers: Mapping[str, int], name: str) -> list[Block]:
+    """Every block of charts that there are curves for.
 
-    def __init__(self) -> None:
-        self._drawn = 0
-        self._matplotlib = require("matplotlib", "plots", "Drawing the charts of a report")
+    Args:
+        case: The methods, with their runs.
+        numbers: A number for each method, whose lines look the same in all charts of an experiment.
+        name: The beginning of all ids in the charts.
+    """
+    ids = (f"{name}-{number}" for number in itertools.count())
+    blocks = []
+    if charts := [
+        Chart(title, "", draw_svg(draw, f"{title}. {label}", next(ids), (4.4, 2.9), "constrained"))
+        for title, label, draw in line_charts(case, numbers)
+    ]:
+        drawn = [method for method in case.methods if any(run.curves or run.lines for run in method.counted)]
+        swatches = [draw_svg(partial(draw_swatch, numbers[each.method]), "", next(ids), (0.47, 0.19)) for each in drawn]
+        legend = [(numbers[each.method], each.title, swatch) for each, swatch in zip(drawn, swatches, strict=True)]
+        blocks.append(Block("lines", charts, legend))
+    for kind, (shown, figure) in PANELS.items():
+        having = [(method, curves) for method in case.methods if (curves := curves_of(method, kind))]
+        if not having:
+            continue
+        blocks.append(Block(kind, []))
+        for (method, curves), draw in zip(having, panels(kind, [curves for _, curves in having]), strict=True):
+            note = ""
+            if kind == "error_bars":
+                note = "{} of {} hold".format(*plots.intervals_held(curves[0]))
+            elif found := method.estimates.get(figure):
+                note = f"{column_of(figure).title} {found.mean:.4f}"
+            size = (4.2 if kind == "band" else 3.0, 2.8)
+            svg = draw_svg(draw, f"{shown}: {method.title}. {note}", next(ids), size)
+            blocks[-1].charts.append(Chart(method.title, note, svg))
+    return blocks
 
-    def of(self, case: CaseSummary, numbers: Mapping[str, int]) -> list[Block]:
-        """Every block of charts that there are curves for. `numbers` are those of the methods, whose lines look the
-        same in all charts of an experiment."""
-        blocks = []
-        if lines := [*self._along(case, numbers), *self._over_methods(case, numbers)]:
-            drawn = [method for method in case.methods if any(run.curves or run.lines for run in method.counted)]
-            legend = [(numbers[each.method], each.title, self._swatch(numbers[each.method])) for each in drawn]
-            blocks.append(Block("lines", lines, legend))
-        for kind in KINDS:
-            having = [(method, curves) for method in case.methods if (curves := curves_of(method, kind))]
-            if having:
-                blocks.append(Block(kind, list(getattr(self, f"_{kind}")(having))))
-        return blocks
 
-    def _along(self, case: CaseSummary, numbers: Mapping[str, int]) -> Iterable[Chart]:
-        """Figures along rotations, severities or whatever else: a chart a figure."""
-        runs = [run for method in case.methods for run in method.counted]
-        wanted = [(name, column) for run in runs for name, curve in run.lines.items() for column in curve]
-        for name, column in (each for each in dict.fromkeys(wanted) if each[1] != "x"):
-            lines = []
-            for method in case.methods:
-                if curves := [run.lines[name] for run in method.counted if column in run.lines.get(name, {})]:
-                    lines.append((method, mean_lines(curves, column)))
-            title = title_of(column)
-            yield self._lines(f"{title} by {name}", lines, numbers, ("x", "mean", "error"), (name, title))
+def line_charts(case: CaseSummary, numbers: Mapping[str, int]) -> Iterator[tuple[str, str, Draw]]:
+    """Title, description and drawing of charts with a line a method: figures along rotations, severities or whatever
+    else, coverage by level, and risk by coverage."""
+    lines = [line for method in case.methods for run in method.counted for line in run.lines.items()]
+    along = dict.fromkeys((name, y) for name, line in lines for y in line if y != "x")
+    risk = "error rate" if case.task == "classification" else "mean squared error"
+    kinds = [(f"{column_of(y).title} by {name}", name, column_of(y).title, name, "x", y) for name, y in along]
+    kinds += [
+        ("Coverage of intervals", "promised coverage", "actual coverage", "calibration", "level", "coverage"),
+        ("Risk and coverage", "share of rows kept, the most certain first", risk, "risk_coverage", "coverage", "risk"),
+    ]
+    for title, xlabel, ylabel, name, x, y in kinds:
+        having = [(m, curves) for m in case.methods if (curves := [c for c in curves_of(m, name) if y in c])]
+        means = {method.method: mean_curve(curves, x) for method, curves in having}
+        drawn = {numbers[m]: (mean[x], mean[y], error[y] if x == "x" else None) for m, (mean, error) in means.items()}
+        if drawn:
+            titles = ", ".join(method.title for method, _ in having)
+            label = f"A line for each of {titles}; {ylabel} against {xlabel}."
+            yield title, label, partial(draw_lines, lines=drawn, kind=name, xlabel=xlabel, ylabel=ylabel)
 
-    def _over_methods(self, case: CaseSummary, numbers: Mapping[str, int]) -> Iterable[Chart]:
-        """Coverage by level, and risk by coverage."""
 
-        def of(name: str, *columns: str) -> list[tuple[MethodSummary, Curve]]:
-            having = [(method, curves_of(method, name)) for method in case.methods]
-            return [(method, mean_curve(curves, *columns)) for method, curves in having if curves]
+def draw_lines(ax: Axes, lines: Mapping[int, tuple[Any, Any, Any]], kind: str, xlabel: str, ylabel: str) -> None:
+    """The lines of all methods: x, y and error by the method's number."""
+    for number, line in lines.items():
+        plots.draw_line(ax, number, *line)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    if kind == "calibration":
+        ax.plot([0, 1], [0, 1], color=plots.SOFT, linestyle="dashed", linewidth=1)
+        ax.set(xlim=(0, 1), ylim=(0, 1))
+    elif kind == "risk_coverage":  # the risk of the first few rows is noise that would set the scale
+        ax.set_ylim(plots.range_of(y[len(y) // 10 :] for _, y, _ in lines.values()))
 
-        if lines := of("calibration", "level", "coverage"):
-            labels = ("promised coverage", "actual coverage")
-            yield self._lines("Coverage of intervals", lines, numbers, ("level", "coverage"), labels, unit=True)
-        if lines := of("risk_coverage", "coverage", "risk"):
-            risk = "error rate" if case.task == "classification" else "mean squared error"
-            labels = ("share of rows kept, the most certain first", risk)
-            yield self._lines("Risk and coverage", lines, numbers, ("coverage", "risk"), labels)
 
-    def _lines(
-        self,
-        title: str,
-        lines: list[tuple[MethodSummary, Curve]],
-        numbers: Mapping[str, int],
-        columns: tuple[str, ...],
-        labels: tuple[str, str],
-        *,
-        unit: bool = False,
-    ) -> Chart:
-        def draw(ax: Axes) -> None:
-            for method, curve in lines:
-                plots.draw_line(ax, numbers[method.method], *(curve[name] for name in columns))
-            ax.set(xlabel=labels[0], ylabel=labels[1])
-            if unit:
-                ax.plot([0, 1], [0, 1], color=plots.SOFT, linestyle="dashed", linewidth=1)
-                ax.set(xlim=(0, 1), ylim=(0, 1))
-            elif columns[0] == "coverage":  # the risk of the first few rows is noise that would set the scale
-                ax.set_ylim(plots.range_of(y for _, curve in lines for y in curve["risk"][len(curve["risk"]) // 10 :]))
-
-        label = f"{title}. A line for each of {', '.join(method.title for method, _ in lines)}; "
-        return self._chart(title, "", f"{label}{labels[1]} against {labels[0]}.", (4.4, 2.9), draw, fitted=True)
-
-    def _swatch(self, number: int) -> Chart:
-        def draw(ax: Axes) -> None:
-            plots.draw_line(ax, number, (0.0, 0.5, 1.0), (0.0, 0.0, 0.0))
-            ax.lines[0].set_markevery([1])
-            ax.set(xlim=(-0.1, 1.1), ylim=(-1, 1))
-            ax.axis("off")
-
-        return self._chart("", "", "", (34 / INCH, 14 / INCH), draw, margins=(0, 0, 1, 1))
-
-    def _reliability(self, having: list[tuple[MethodSummary, list[Curve]]]) -> Iterable[Chart]:
-        for method, curves in having:
-            pooled = pooled_reliability(curves)
-            yield self._panel(
-                method, "Reliability", noted(method, "ece"), partial(plots.draw_reliability, curve=pooled)
-            )
-
-    def _entropy(self, having: list[tuple[MethodSummary, list[Curve]]]) -> Iterable[Chart]:
-        means = []
-        for method, curves in having:
-            columns = ("in", "out") if all("out" in curve for curve in curves) else ("in",)
-            means.append((method, mean_curve(curves, "edges", *columns)))
-        top = max(v for _, mean in means for name in ("in", "out") for v in mean.get(name, []) if math.isfinite(v))
-
-        def draw(ax: Axes, curve: Curve) -> None:
-            plots.draw_entropy(ax, curve, top)
-            ax.set_ylabel("")  # the ticks need the room on a phone
-
-        for method, mean in means:
-            yield self._panel(method, "Entropy", noted(method, "ood_auc"), partial(draw, curve=mean))
-
-    def _error_bars(self, having: list[tuple[MethodSummary, list[Curve]]]) -> Iterable[Chart]:
+def panels(kind: str, curves: list[list[Curve]]) -> list[Draw]:
+    """The drawings of each method's curves, on scales that they share."""
+    if kind == "reliability":
+        return [partial(plots.draw_reliability, curve=pooled_reliability(each)) for each in curves]
+    if kind == "entropy":
+        means = [mean_curve(each, "edges")[0] for each in curves]
+        top = max(float(np.nan_to_num(mean[name]).max()) for mean in means for name in ("in", "out") if name in mean)
+        return [partial(plots.draw_entropy, curve=mean, top=top) for mean in means]
+    first = [each[0] for each in curves]
+    if kind == "error_bars":
         # The intervals of a very uncertain method would flatten all others: targets and means set the scale.
-        span = plots.range_of(v for _, curves in having for name in ("target", "mean") for v in curves[0][name])
-        for method, curves in having:
-            rows = zip(*(curves[0][name] for name in ("target", "low", "high")), strict=True)
-            known = [row for row in rows if all(map(math.isfinite, row))]
-            note = f"{sum(low <= target <= high for target, low, high in known)} of {len(known)} hold"
-            yield self._panel(method, "Intervals", note, partial(plots.draw_intervals, curve=curves[0], span=span))
+        span = plots.range_of(curve[name] for curve in first for name in ("target", "mean"))
+        return [partial(plots.draw_intervals, curve=curve, span=span) for curve in first]
+    data = [curve["points"][:, 1] if "points" in curve else curve["mean"] for curve in first]
+    return [partial(plots.draw_band, curve=curve, span=plots.range_of(data, HEADROOM)) for curve in first]
 
-    def _band(self, having: list[tuple[MethodSummary, list[Curve]]]) -> Iterable[Chart]:
-        first = [curves[0] for _, curves in having]
-        low, high = plots.range_of((y for curve in first for y in curve.get("points_y", curve["mean"])), HEADROOM)
 
-        def draw(ax: Axes, curve: Curve) -> None:
-            plots.draw_band(ax, curve)
-            ax.set_ylim(low, high)
+def draw_swatch(number: int, ax: Axes) -> None:
+    """A line of the legend."""
+    plots.draw_line(ax, number, (0.0, 0.5, 1.0), (0.0, 0.0, 0.0))
+    ax.lines[0].set_markevery([1])
+    ax.set(xlim=(-0.1, 1.1), ylim=(-1, 1), position=(0, 0, 1, 1))
+    ax.axis("off")
 
-        for method, curves in having:
-            yield self._panel(method, "Prediction", noted(method, "nll"), partial(draw, curve=curves[0]), (4.2, 2.9))
 
-    def _panel(
-        self,
-        method: MethodSummary,
-        what: str,
-        note: str,
-        draw: Callable[[Axes], Any],
-        size: tuple[float, float] = (3.0, 2.8),
-    ) -> Chart:
-        return self._chart(method.title, note, f"{what}: {method.title}. {note}", size, draw)
+def draw_svg(draw: Draw, label: str, name: str, size: tuple[float, float], layout: str | None = None) -> Markup:
+    """A chart of a size in inches, ready to stand in a page.
 
-    def _chart(
-        self,
-        title: str,
-        note: str,
-        label: str,
-        size: tuple[float, float],
-        draw: Callable[[Axes], Any],
-        *,
-        fitted: bool = False,
-        margins: tuple[float, float, float, float] = (0.23, 0.17, 0.95, 0.96),
-    ) -> Chart:
-        """A chart of a size in inches. `fitted` gives labels the room they need, which takes longer than margins."""
+    Styles become attributes, which the page's policy allows; colors become variables of the style sheet; ids begin with
+    `name`; groups `series-N` get a class and their number. A layout gives labels the room they need, which takes longer
+    than margins.
+    """
+    with require("matplotlib", "plots", "Drawing the charts of a report").rc_context(STYLE):
         from matplotlib.figure import Figure
 
-        self._drawn += 1
-        with self._matplotlib.rc_context(STYLE):
-            figure = Figure(figsize=size, layout="constrained" if fitted else None, facecolor="none")
-            ax = figure.add_subplot(facecolor="none")
-            if not fitted:
-                figure.subplots_adjust(*margins)
-            plots.bare(ax)
-            draw(ax)
-            file = io.StringIO()
-            figure.savefig(file, format="svg", metadata={"Date": None})
-        viewbox, body = inline(file.getvalue(), f"c{self._drawn}")
-        return Chart(title, note, label, viewbox, body)
-
-
-def inline(svg: str, prefix: str) -> tuple[str, Markup]:
-    """The viewBox and the content of an SVG file, ready to stand in a page.
-
-    Styles become attributes, which the page's policy allows; colors become variables of the style sheet; ids get a
-    prefix; groups `series-N` get a class and their number.
-    """
-    root = ElementTree.fromstring(svg)
-    parts = []
-    for child in root:  # but for metadata, and definitions of a style that the page has itself
-        if child.tag.endswith("}g") or child.find(".//{*}clipPath") is not None:
-            for element in child.iter():
-                tidy(element, prefix)
-            parts.append(ElementTree.tostring(child, encoding="unicode"))
-    return root.attrib["viewBox"], Markup("".join(parts))  # ElementTree has escaped all text
+        figure = Figure(size, layout=layout, facecolor="none")
+        ax = figure.add_subplot(facecolor="none")
+        if layout is None:
+            ax.set_position((0.23, 0.17, 0.72, 0.79))
+        plots.bare(ax)
+        draw(ax)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    root = ElementTree.fromstring(file.getvalue())
+    described = {"class": "chart", "role": "img", "aria-label": label}
+    viewbox = root.attrib["viewBox"]
+    for child in [*root]:  # without metadata, and definitions of a style that the page has itself
+        if not child.tag.endswith("}g") and child.find(".//{*}clipPath") is None:
+            root.remove(child)
+    for element in root.iter():
+        tidy(element, name)
+    root.attrib = {"viewBox": viewbox, **(described if label else {"class": "swatch", "aria-hidden": "true"})}
+    return Markup(ElementTree.tostring(root, encoding="unicode"))  # ElementTree has escaped all text
 
 
 def tidy(element: ElementTree.Element, prefix: str) -> None:
-    """One element of an SVG as `inline` wants it."""
+    """One element of an SVG as `draw_svg` wants it."""
     element.tag = element.tag.rpartition("}")[2]
     element.tail = None
-    if element.text is not None and not element.text.strip():
-        element.text = None
+    element.text = element.text if element.text and element.text.strip() else None
     attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
     for declaration in attributes.pop("style", "").split(";"):
         name, _, value = declaration.partition(":")
@@ -276,62 +227,38 @@ def tidy(element: ElementTree.Element, prefix: str) -> None:
     for key in ("href", "clip-path"):
         if key in attributes:
             attributes[key] = attributes[key].replace("#", f"#{prefix}-")
-    element.attrib.clear()
-    element.attrib.update(attributes)
-
-
-def noted(method: MethodSummary, figure: str) -> str:
-    found = method.estimates.get(figure)
-    return f"{title_of(figure)} {decimals(found.mean)}" if found else ""
+    element.attrib = attributes
 
 
 # Curves of several seeds as one.
 
 
 def curves_of(method: MethodSummary, name: str) -> list[Curve]:
-    return [run.curves[name] for run in method.counted if name in run.curves]
+    """The curves of a name, of all runs that count."""
+    return [curve for run in method.counted if (curve := {**run.lines, **run.curves}.get(name))]
 
 
-def mean(values: Sequence[float]) -> float:
-    known = [value for value in values if math.isfinite(value)]
-    return math.fsum(known) / len(known) if known else math.nan
-
-
-def mean_curve(curves: Sequence[Curve], along: str, *columns: str) -> Curve:
-    """The mean of each column over the curves that are along the same places as the first."""
-    alike = [curve for curve in curves if curve[along] == curves[0][along]]
-    return {along: alike[0][along]} | {
-        column: [mean(values) for values in zip(*(curve[column] for curve in alike), strict=True)]
-        for column in columns
-        if all(column in curve for curve in alike)
-    }
-
-
-def mean_lines(curves: Sequence[Curve], column: str) -> Curve:
-    """`x`, and the mean and the standard error (0 of one run) of a column there."""
-    alike = [curve for curve in curves if column in curve and curve["x"] == curves[0]["x"]]
-    found: Curve = {"x": curves[0]["x"], "mean": [], "error": []}
-    for values in zip(*(curve[column] for curve in alike), strict=True):
-        known = [value for value in values if math.isfinite(value)]
-        at = estimate(known) if known else None
-        found["mean"].append(at.mean if at else math.nan)
-        found["error"].append((at.error or 0.0) if at else math.nan)
-    return found
+def mean_curve(curves: Sequence[Curve], along: str) -> tuple[Curve, Curve]:
+    """The mean of each column over the curves that are along the same places as the first, and the standard error (0
+    of one curve)."""
+    alike = [curve for curve in curves if np.array_equal(curve[along], curves[0][along])]
+    means, errors = {along: curves[0][along]}, {}
+    for name in (name for name in alike[0] if name != along and all(name in curve for curve in alike)):
+        values = np.ma.masked_invalid(np.stack([curve[name] for curve in alike]))
+        means[name] = values.mean(0).filled(np.nan)
+        errors[name] = (values.std(0, ddof=1) / np.sqrt(values.count(0))).filled(0.0)
+    return means, errors
 
 
 def pooled_reliability(curves: Sequence[Curve]) -> Curve:
     """The bins of all seeds together, weighted by the share of points each holds. Counts are averaged: the seeds share
     their test rows."""
-    bins = len(curves[0]["share"])
-    alike = [curve for curve in curves if len(curve["share"]) == bins]
-    pooled: Curve = {"confidence": [], "accuracy": [], "share": []}
-    for i in range(bins):
-        rows = [(c["share"][i], c["confidence"][i], c["accuracy"][i]) for c in alike]
-        held = [row for row in rows if all(map(math.isfinite, row)) and row[0] > 0]
-        weight = sum(share for share, _, _ in held)
-        pooled["share"].append(weight / len(alike))
-        for name, which in (("confidence", 1), ("accuracy", 2)):
-            pooled[name].append(sum(row[0] * row[which] for row in held) / weight if held else math.nan)
+    alike = [curve for curve in curves if len(curve["share"]) == len(curves[0]["share"])]
+    columns = {name: np.stack([curve[name] for curve in alike]) for name in ("share", "confidence", "accuracy")}
+    weights = np.where(np.isfinite([*columns.values()]).all(0), columns["share"], 0.0)
+    total = weights.sum(0)
+    with np.errstate(invalid="ignore"):  # an empty bin has no means
+        pooled = {name: np.where(weights > 0, weights * columns[name], 0.0).sum(0) / total for name in columns}
     if all("count" in curve for curve in alike):
-        pooled["count"] = [mean(column) for column in zip(*(curve["count"] for curve in alike), strict=True)]
-    return pooled
+        pooled["count"] = np.mean([curve["count"] for curve in alike], 0)
+    return pooled | {"share": total / len(alike)}

@@ -1,0 +1,268 @@
+"""A folder of results: its runs by experiment, case and method, and means over seeds with their errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from posthoc.errors import FileError
+from posthoc.evaluate.report.records import Record, read_record
+
+__all__ = ["CaseSummary", "Estimate", "ExperimentSummary", "MethodSummary", "Results", "estimate", "read_results"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over runs, with its standard error (None if unknown)."""
+
+    mean: float
+    error: float | None = None
+    count: int = 1
+
+
+Estimates = Mapping[str, Estimate]
+"""Estimates by the name of a method or of a figure."""
+
+
+def estimate(values: Sequence[float], errors: Sequence[float] = ()) -> Estimate:
+    """The mean of several seeds and its standard error.
+
+    Args:
+        values: One value a seed.
+        errors: The standard errors of the values over test sets. The first is the estimate's error if there is one
+            seed only; of several seeds it follows from the spread of the values (n - 1 in the denominator).
+
+    Example:
+        >>> estimate([1.0, 2.0, 3.0])
+        Estimate(mean=2.0, error=0.577, count=3)
+    """
+    if len(values) == 1:
+        return Estimate(values[0], errors[0] if errors else None)
+    return Estimate(fmean(values), stdev(values) / math.sqrt(len(values)), len(values))
+
+
+class MethodSummary:
+    """A method's runs on one case, in the order of their seeds.
+
+    Args:
+        runs: The runs; those with a problem count in no mean.
+        seeds: The seeds that the methods of the case were run with.
+    """
+
+    def __init__(self, runs: Sequence[Record], seeds: set[int]) -> None:
+        self.method, self.title, self.runs = runs[0].method, runs[0].title, runs
+        self.seeds = len(seeds)
+        self.missing = sorted(seeds - {run.seed for run in runs})
+        self.counted = [run for run in runs if run.problem is None]
+        self.excluded = [run for run in runs if run.problem is not None]
+        self.applies = any(run.applies for run in runs)
+        self.estimates = {
+            figure: estimate(
+                [run.figures[figure] for run in self.counted if figure in run.figures],
+                [run.errors[figure] for run in self.counted if figure in run.errors],
+            )
+            for figure in dict.fromkeys(figure for run in self.counted for figure in run.figures)
+        }
+
+
+class CaseSummary:
+    """The methods on one case: a network, a data set.
+
+    Args:
+        experiment: The experiment's name.
+        case: The case's name.
+        runs: Its runs.
+
+    Raises:
+        FileError: If there are two documents of one run, which a mean would count twice, or runs of two tasks.
+    """
+
+    def __init__(self, experiment: str, case: str, runs: Sequence[Record]) -> None:
+        self.experiment, self.case, self.task, self.runs = experiment, case, runs[0].task, runs
+        for first, *others in group_by(runs, lambda run: (run.method, run.seed)).values():
+            if others:
+                raise FileError(
+                    f"Expected one document of {first.method} with seed {first.seed} in {experiment}, found two, "
+                    f"{first.path} and {others[0].path}: report on each folder by itself."
+                )
+        tasks = group_by(runs, lambda run: run.task)
+        if len(tasks) > 1:
+            places = " and ".join(f"{task} in {of_task[0].path}" for task, of_task in tasks.items())
+            raise FileError(f"Expected runs of one task in {experiment}, found {places}: report on each by itself.")
+        methods, seeds = group_by(runs, lambda run: run.method), {run.seed for run in runs}
+        self.methods = [MethodSummary(methods[name], seeds) for name in sorted(methods, key=registry_order)]
+
+    def estimates(self, figure: str) -> dict[str, Estimate]:
+        """A figure of all methods that have it."""
+        return {method.method: method.estimates[figure] for method in self.methods if figure in method.estimates}
+
+    @property
+    def figures(self) -> list[str]:
+        """The names of all figures that a method has."""
+        return list(dict.fromkeys(figure for method in self.methods for figure in method.estimates))
+
+    @property
+    def sources(self) -> list[str]:
+        """Where the data come from: one entry a part of the data and a source of it, with the methods that had it
+        where others had another."""
+        methods: dict[str, dict[str, None]] = {}  # titles in their order, by source
+        for method in self.methods:
+            for part, source in (pair for run in method.runs for pair in described(run.data).items()):
+                methods.setdefault(f"{part}: {source}", {})[method.title] = None
+        return [
+            source + (f" ({', '.join(titles)})" if len(titles) < len(self.methods) else "")
+            for source, titles in methods.items()
+        ]
+
+    def notes(self) -> list[str]:
+        """Which runs the means are without, and why; not of methods that do not apply."""
+        notes = []
+        for method in (method for method in self.methods if method.applies):
+            for run in method.excluded:
+                notes.append(f"{method.title}, seed {run.seed} (left out of the means): {run.problem}")
+            if method.missing:
+                notes.append(f"{method.title}: no run with seed {', '.join(map(str, method.missing))}")
+        return notes
+
+
+class ExperimentSummary:
+    """The cases of one experiment, or the one of a comparison.
+
+    Args:
+        name: The experiment's name.
+        runs: Its runs.
+    """
+
+    def __init__(self, name: str, runs: Sequence[Record]) -> None:
+        self.name, self.runs = name, runs
+        cases = group_by(runs, lambda run: run.case)
+        self.cases = [CaseSummary(name, case, cases[case]) for case in sorted(cases, key=natural)]
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The methods of all cases in one order, numbered."""
+        names = {run.method for run in self.runs}
+        return {name: number for number, name in enumerate(sorted(names, key=registry_order))}
+
+    def warnings(self) -> list[str]:
+        """Runs that do not belong together: of several versions, on several data, or quick ones."""
+        warnings = []
+        versions = Counter(str(run.versions.get("posthoc", "unknown")) for run in self.runs)
+        if len(versions) > 1:
+            counts = ", ".join(f"{versions[version]} of {version}" for version in sorted(versions))
+            warnings.append(
+                f"{self.name} mixes runs of several versions of posthoc ({counts}): what they differ by may be the "
+                "version."
+            )
+        for case in self.cases:
+            # A method may be fitted on data of its own, and a digest may differ from seed to seed.
+            roles = [[run.data.get(role) for role in ("train", "test", "ood", "val")] for run in case.runs]
+            if len({json.dumps(role, sort_keys=True) for role in roles}) > 1:
+                warnings.append(
+                    f"{f'{self.name} {case.case}'.strip()} mixes runs on different data: see how it was run."
+                )
+        if quick := sum(run.configuration.get("quick") is True for run in self.runs):
+            warnings.append(f"{self.name} has {quick} quick runs, on a few rows: no figure of theirs means anything.")
+        return warnings
+
+
+@dataclass(frozen=True)
+class Results:
+    """The experiments of a folder, and what a reader of them must know."""
+
+    experiments: tuple[ExperimentSummary, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def records(self) -> list[Record]:
+        """All runs."""
+        return [run for experiment in self.experiments for run in experiment.runs]
+
+
+def read_results(folder: str | os.PathLike[str]) -> Results:
+    """Reads every run in a folder and in those below it.
+
+    A file that is not the document of a run is left out and named in the warnings, as are runs that do not belong
+    together.
+
+    Args:
+        folder: The folder of results.
+
+    Raises:
+        FileError: If there is no run, two documents of one run, or runs of two tasks in one case.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise FileError(f"Expected a folder of results, found {'a file' if root.exists() else 'nothing'} at {root}.")
+    records: list[Record] = []
+    left_out: list[str] = []
+    undrawn: list[str] = []
+    for path in sorted(root.rglob("*.json")):
+        place = path.relative_to(root)
+        if any(part.startswith(".") for part in place.parts) or not path.is_file():
+            continue
+        try:
+            record, bad = read_record(root, place)
+        except (OSError, ValueError) as reason:
+            left_out.append(f"{place.as_posix()} is left out: {reason}.")
+            continue
+        records.append(record)
+        undrawn += [f"{record.path}: its curve {name} cannot be drawn." for name in bad]
+    if not records:
+        first = f" The first of {len(left_out)} others: {left_out[0]}" if left_out else ""
+        raise FileError(
+            f"Expected results in {root}, found no run's document there: name the folder that python -m reproduction "
+            f"or posthoc compare wrote.{first}"
+        )
+    grouped = group_by(sorted(records, key=lambda run: run.seed), lambda run: run.experiment)
+    experiments = tuple(ExperimentSummary(name, grouped[name]) for name in sorted(grouped, key=natural))
+    mixed = [warning for experiment in experiments for warning in experiment.warnings()]
+    return Results(experiments, (*left_out, *undrawn, *mixed))
+
+
+def group_by(runs: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    """Runs by a key, in their order."""
+    groups: dict[Any, list[Record]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return groups
+
+
+def described(data: Mapping[str, Any]) -> dict[str, str]:
+    """Parts of data in words, without digests; a part with parts of its own on one line."""
+
+    def line(words: Any) -> str:
+        if not isinstance(words, dict):
+            return str(words)
+        return "; ".join(f"{part}: {text}" for part, text in described(words).items())
+
+    return {part: line(words) for part, words in data.items() if part != "sha256"}
+
+
+def natural(text: str) -> list[tuple[int, float, str]]:
+    """A key by which 9 comes before 10, and 0.25 before 0.5."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", text)
+    return [(0, float(part), part) if part[:1].isdecimal() else (1, 0.0, part) for part in parts if part]
+
+
+def registered(method: str) -> list[str]:
+    """The names in the registry that a method's name is, or begins with as a variant of it does."""
+    from posthoc.methods import REGISTRY
+
+    return [name for name in REGISTRY if method == name or method.startswith((f"{name}-", f"{name}_"))]
+
+
+def registry_order(method: str) -> tuple[bool, int, list[tuple[int, float, str]]]:
+    """A key for the order of the registry, with variants after their method, and FMGP last."""
+    from posthoc.methods import REGISTRY
+
+    place = min((list(REGISTRY).index(name) for name in registered(method)), default=len(REGISTRY))
+    return (method.startswith("fmgp"), place, natural(method))
