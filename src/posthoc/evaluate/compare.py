@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from posthoc.base import CHUNK, Method
 from posthoc.collect import opened
@@ -73,10 +73,10 @@ class Comparison:
     rows: tuple[Row, ...]
 
     def __getitem__(self, method: str) -> Row:
-        found = [row for row in self.rows if row.method == method]
-        if not found:
-            raise OptionError(f"Expected one of {', '.join(row.method for row in self.rows)}, got {method!r}.")
-        return found[0]
+        rows = {row.method: row for row in self.rows}
+        if method not in rows:
+            raise OptionError(f"Expected one of {', '.join(rows)}, got {method!r}.")
+        return rows[method]
 
     @property
     def figures(self) -> dict[str, dict[str, float]]:
@@ -109,11 +109,12 @@ class Comparison:
 
     def notes(self) -> list[str]:
         """The methods without figures and why, those with the same reason together."""
-        found: dict[tuple[str, str], list[str]] = {}
+        methods: dict[str, list[str]] = {}
         for row in self.rows:
             if row.error is not None:
-                found.setdefault(("failed" if row.applies else "does not apply", row.error), []).append(row.method)
-        return [f"{', '.join(methods)} ({verdict}): {error}" for (verdict, error), methods in found.items()]
+                reason = f"({'failed' if row.applies else 'does not apply'}): {row.error}"
+                methods.setdefault(reason, []).append(row.method)
+        return [f"{', '.join(names)} {reason}" for reason, names in methods.items()]
 
     def show(self, console: Any = None, title: str = "") -> None:
         """Prints the table, then the methods without figures and why.
@@ -126,9 +127,7 @@ class Comparison:
         from rich.markup import escape
 
         if console is None:
-            console = Console()
-            if not console.is_terminal:
-                console = Console(width=200)  # a file has room for every column
+            console = Console(width=None if Console().is_terminal else 200)  # a file has room for every column
         if self.figures:
             console.print(tables.rich_table(self.columns, self.estimates, title))
         for note in self.notes():
@@ -142,10 +141,8 @@ class Comparison:
         return text.getvalue().rstrip()
 
     def __repr__(self) -> str:
-        methods = ", ".join(self.figures)
-        return (
-            f"Comparison({self.task}; {methods or 'no figures'}; {len(self.rows) - len(self.figures)} without figures)"
-        )
+        methods = ", ".join(self.figures) or "no figures"
+        return f"Comparison({self.task}; {methods}; {len(self.rows) - len(self.figures)} without figures)"
 
     def _repr_html_(self) -> str:
         columns = {"method": list(self.figures)} | {
@@ -235,22 +232,22 @@ def trial(name: str, make: Callable[[], Method], train: Any, test: Any, val: Any
         with measured(device) as fit:
             method.fit(train, val=val)
         with measured(device) as predict:
-            found = score(method, test, ood, device=device)
-        figures = found.figures
+            evaluation = score(method, test, ood, device=device)
+        figures = evaluation.figures
     except Exception as error:
-        text = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}".rstrip(": ")
-        return Row(name, error=text, applies=not isinstance(error, REFUSALS), traceback=traceback.format_exc())
-    figures |= {"fit_seconds": fit.seconds, "predict_seconds": found.seconds}
-    memory = {"fit_memory": fit.memory, "predict_memory": predict.memory}
-    known = {name: float(size) for name, size in memory.items() if size is not None}
-    if known:
-        figures |= {**known, "peak_memory": max(known.values())}
+        refused = isinstance(error, REFUSALS)
+        text = str(error) if refused else f"{type(error).__name__}: {error}".rstrip(": ")
+        return Row(name, error=text, applies=not refused, traceback=traceback.format_exc())
+    figures |= {"fit_seconds": fit.seconds, "predict_seconds": evaluation.seconds}
+    if fit.memory is not None and predict.memory is not None:
+        memory = {"fit_memory": fit.memory, "predict_memory": predict.memory}
+        figures |= {name: float(size) for name, size in (*memory.items(), ("peak_memory", max(memory.values())))}
     return Row(
         name,
         figures,
-        found.scores.standard_errors(),
-        found.curves(),
-        found.examples(),
+        evaluation.scores.standard_errors(),
+        evaluation.curves(),
+        evaluation.examples(),
         str(getattr(method, "selection_", None) or ""),
         fitted=method,
     )
@@ -289,19 +286,12 @@ def reread(name: str, data: Any) -> Any:
 
 def task_of(model: nn.Module | Callable[..., Any] | None, data: Any) -> str:
     """The task that outputs and targets show: classification, if targets are integers and the outputs several."""
-    if isinstance(data, Outputs):
-        outputs, targets = data.outputs, data.targets
-    elif model is None:
-        raise DataError(f"Expected posthoc.Outputs, since there is no model to run, got {type(data).__name__}.")
-    else:
+    if not isinstance(data, Outputs):
+        if model is None:
+            raise DataError(f"Expected posthoc.Outputs, since there is no model to run, got {type(data).__name__}.")
         with Backbone(model, None, None).reading(features=False, inputs=False) as read:
-            first = read(next(iter(iterate(data, CHUNK))))
-        outputs, targets = first.outputs, first.targets
-    return guess(outputs, targets)
-
-
-def guess(outputs: Tensor, targets: Tensor | None) -> str:
-    """The task of some outputs and targets, or an error that asks for it."""
+            data = read(next(iter(iterate(data, CHUNK))))
+    outputs, targets = data.outputs, data.targets
     if targets is None:
         raise DataError("Expected targets to fit on: batches (x, y), mappings with labels, Outputs with targets.")
     if targets.is_floating_point():

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from posthoc.errors import DataError, OptionError, WrongTaskError
-from posthoc.predictive.base import Predictive
+from posthoc.numerics import rows_that_fit
+from posthoc.predictive.base import Predictive, row_means
 from posthoc.predictive.calibration_error import expected_calibration_error
 from posthoc.validation import class_labels, integer, regression_targets
 
@@ -44,9 +45,6 @@ __all__ = [
 
 Score = Callable[[Predictive, Any], Tensor]
 Uncertainty = str | Callable[[Predictive], Tensor] | None
-
-NUMBERS_AT_ONCE = 2**20
-"""Numbers scored at a time: what is made of many classes in float64 stays small beside the predictions."""
 
 
 # Scores: one number a row.
@@ -270,11 +268,6 @@ def aurc(pred: Predictive, y: Any, by: Uncertainty = None) -> Tensor:
     return risk_coverage(pred, y, by)[1].mean()
 
 
-def aurc_of(score: Tensor, loss: Tensor) -> Tensor:
-    """The area under the risk-coverage curve of points with these uncertainties and losses."""
-    return selective_risk(score, loss).mean()
-
-
 def selective_risk(
     score: Tensor,  # (N,)
     loss: Tensor,  # (N,)
@@ -337,28 +330,23 @@ def scores(score: Score, pred: Predictive, y: Any = None) -> Tensor:  # (N,) or 
     """
     if not len(pred):
         raise DataError("Expected predictions for at least one row to score, got none.")
-    size = max(1, NUMBERS_AT_ONCE // width_of(pred))
+    size = rows_that_fit(pred.latent.mean.shape[1:].numel())
     if len(pred) <= size:
-        found = score(pred, y)
+        values = score(pred, y)
     else:
         y = torch.as_tensor(y) if y is not None else None
-        parts = (slice(start, start + size) for start in range(0, len(pred), size))
-        found = torch.cat([score(pred[rows], y[rows] if y is not None else None) for rows in parts])
-    found = found.detach().double()
-    if bool(found.isnan().any()):
-        row = int(found.isnan().nonzero()[0, 0])
+        ends = [*range(size, len(pred), size), None]  # the last part has all targets that are left, to be counted
+        parts = [slice(start, end) for start, end in zip(range(0, len(pred), size), ends, strict=True)]
+        values = torch.cat([score(pred[rows], y[rows] if y is not None else None) for rows in parts])
+    values = values.detach().double()
+    if bool(values.isnan().any()):
+        row = int(values.isnan().nonzero()[0, 0])
         name = getattr(score, "func", score).__name__
         raise DataError(
             f"Expected predictions with a {name}, got NaN in row {row} of the batch: look for NaN, or a variance of "
             "zero, in the predictions there."
         )
-    return found
-
-
-def width_of(pred: Predictive) -> int:
-    """Numbers of a row."""
-    values = pred.log_probs if hasattr(pred, "log_probs") else getattr(pred, "mean", None)
-    return max(1, values.shape[1:].numel()) if values is not None else 1
+    return values
 
 
 def partial_uncertainty(by: Uncertainty) -> Score:
@@ -390,11 +378,6 @@ def real_targets(pred: Predictive, y: Any) -> Tensor:  # as mean
 def errors(pred: Predictive, y: Any) -> Tensor:  # as mean
     """Target minus mean, in float64."""
     return real_targets(pred, y).double() - pred.mean.double()
-
-
-def row_means(values: Tensor) -> Tensor:  # (N,)
-    """The average over each point's outputs."""
-    return values.double() if values.ndim == 1 else values.double().flatten(1).mean(-1)
 
 
 def between_0_and_1(level: float) -> float:

@@ -47,7 +47,7 @@ METRICS: dict[str, Metric] = {
     "cqm": Metric((m.probability_below,), m.cqm_of),
     **{f"coverage_{percent}": Metric((partial(m.covered, level=percent / 100),)) for percent in (50, 90, 95)},
     "width_90": Metric((partial(m.interval_width, level=0.9),)),
-    "aurc": Metric((m.default_uncertainty, m.default_loss), m.aurc_of),
+    "aurc": Metric((m.default_uncertainty, m.default_loss), lambda score, loss: m.selective_risk(score, loss).mean()),
     "ood_auc": Metric((m.default_uncertainty,), m.auroc, detects=True),
     "ood_fpr95": Metric((m.default_uncertainty,), partial(m.fpr_at, 0.95), detects=True),
 }
@@ -122,21 +122,19 @@ class Scores:
         Raises:
             DataError: If there are no rows.
         """
-        inside, outside = self._gathered()
-        return {name: float(metric.figure(*columns)) for name, metric, columns in self._applicable(inside, outside)}
+        return {name: float(metric.figure(*columns)) for name, metric, columns in self._applicable()}
 
     def standard_errors(self) -> dict[str, float]:
         """The standard error of each figure over test sets of this size: of a mean from its variance, else by a
         bootstrap over rows (with a fixed seed)."""
-        inside, outside = self._gathered()
         generator = torch.Generator().manual_seed(0)
-        found = {}
-        for name, metric, columns in self._applicable(inside, outside):
+        errors = {}
+        for name, metric, columns in self._applicable():
             if metric.figure is torch.mean:
-                found[name] = float(columns[0].std() / len(columns[0]) ** 0.5) if len(columns[0]) > 1 else math.nan
+                errors[name] = float(columns[0].std() / len(columns[0]) ** 0.5) if len(columns[0]) > 1 else math.nan
             else:
-                found[name] = bootstrap_error(metric, columns, generator)
-        return {name: error for name, error in found.items() if math.isfinite(error)}
+                errors[name] = bootstrap_error(metric, columns, generator)
+        return {name: error for name, error in errors.items() if math.isfinite(error)}
 
     def column(self, score: m.Score, *, outside: bool = False) -> Tensor | None:  # (N,) or (N, ...)
         """A score of all rows of this process, or None if no metric of the task needs it or there are no rows."""
@@ -144,63 +142,44 @@ class Scores:
         return torch.cat(parts) if parts else None
 
     def _add(self, kept: dict[m.Score, list[Tensor]], pred: Predictive, y: Any = None) -> None:
-        if not len(pred):
-            return
-        found = {score: m.scores(score, pred, y).cpu() for score in kept}
-        for score, values in found.items():
-            kept[score].append(values)
+        if len(pred):
+            for score, values in {score: m.scores(score, pred, y).cpu() for score in kept}.items():
+                kept[score].append(values)
 
-    def _gathered(self) -> tuple[dict[m.Score, Tensor], dict[m.Score, Tensor]]:
+    def _applicable(self) -> list[tuple[str, Metric, list[Tensor]]]:
+        """Metrics with the columns they take; those of out-of-distribution data only where there are such data."""
         inside, outside = (
             {score: gathered(parts) for score, parts in kept.items()} for kept in (self._inside, self._outside)
         )
         if not all(len(values) for values in inside.values()):
             raise DataError("Expected some data before Scores.compute(), got none: call update first.")
-        return inside, outside
-
-    def _applicable(
-        self, inside: dict[m.Score, Tensor], outside: dict[m.Score, Tensor]
-    ) -> list[tuple[str, Metric, list[Tensor]]]:
-        """Metrics with the columns they take; those of out-of-distribution data only where there are such data."""
-        found = []
+        metrics = []
         for name, metric in self.metrics.items():
             columns = [inside[score] for score in metric.scores]
-            if metric.detects:
-                columns += [outside[score] for score in metric.scores]
+            columns += [outside[score] for score in metric.scores] if metric.detects else []
             if all(len(column) for column in columns):
-                found.append((name, metric, columns))
-        return found
+                metrics.append((name, metric, columns))
+        return metrics
 
 
 def bootstrap_error(metric: Metric, columns: list[Tensor], generator: torch.Generator) -> float:
     """The standard deviation of a figure over resamples of its rows."""
-    rows = [len(columns[0]), len(columns[-1])]
+    sizes = [len(column) for column in (columns if metric.detects else columns[:1])]
     figures = []
     for _ in range(RESAMPLES):
-        chosen = [torch.randint(n, (min(n, RESAMPLED_ROWS),), generator=generator) for n in rows]
-        if metric.detects:
-            figures.append(metric.figure(*(column[at] for column, at in zip(columns, chosen, strict=True))))
-        else:
-            figures.append(metric.figure(*(column[chosen[0]] for column in columns)))
+        chosen = [torch.randint(n, (min(n, RESAMPLED_ROWS),), generator=generator) for n in sizes]
+        chosen = chosen if metric.detects else chosen * len(columns)  # the scores of a row stay together
+        figures.append(metric.figure(*(column[rows] for column, rows in zip(columns, chosen, strict=True))))
     # The error falls with the root of the number of rows: that of a part gives that of all.
-    share = max(min(n, RESAMPLED_ROWS) / n for n in rows)
+    share = max(min(n, RESAMPLED_ROWS) / n for n in sizes)
     return float(torch.stack(figures).std()) * math.sqrt(share)
 
 
 def gathered(parts: list[Tensor]) -> Tensor:  # (N,) or (N, ...)
     """A column of all rows, of every process if there are several; one without rows has an empty column."""
-    own = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    column = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
     if not (distributed.is_available() and distributed.is_initialized()):
-        return own
-    device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
-    shape = torch.tensor([len(own), own[:1].numel(), own.ndim], device=device)
-    shapes = [torch.empty_like(shape) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(shapes, shape)
-    rows, across, ndim = torch.stack(shapes).amax(0).tolist()
-    padded = torch.zeros(rows, max(across, 1), dtype=torch.float64, device=device)
-    if len(own):
-        padded[: len(own)] = own.reshape(len(own), -1).to(device)
-    others = [torch.empty_like(padded) for _ in shapes]
-    distributed.all_gather(others, padded)
-    column = torch.cat([other[: int(known[0])] for other, known in zip(others, shapes, strict=True)]).cpu()
-    return column if ndim > 1 else column.squeeze(1)
+        return column
+    columns: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(columns, column)
+    return torch.cat(columns)

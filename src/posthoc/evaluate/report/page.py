@@ -8,11 +8,12 @@ import inspect
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from posthoc.evaluate.report.charts import blocks_of
+from posthoc.evaluate.report import charts, tables
 from posthoc.evaluate.report.records import Record
 from posthoc.evaluate.report.summary import (
     CaseSummary,
@@ -23,13 +24,10 @@ from posthoc.evaluate.report.summary import (
     registered,
     registry_order,
 )
-from posthoc.evaluate.report.tables import COLUMNS, columns_of, places_of, spread, written
 from posthoc.io import atomic_path
 
 __all__ = ["render", "write_report"]
 
-LONGEST_OPTION, EXAMPLES = 160, 8
-"""Characters of an option, examples of each kind."""
 CLEAR = 2.0
 """Standard errors that make a difference clear."""
 SMALL_PNG = re.compile(r"iVBORw0KGgo[A-Za-z0-9+/]{0,60000}={0,2}")
@@ -64,28 +62,15 @@ def render(results: Results) -> str:
     folder = resources.files("posthoc.evaluate.report")
     template, style, script = (folder.joinpath(f).read_text("utf-8") for f in ("template.html", "style.css", "page.js"))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    functions = (
-        blocks_of,
-        columns_of,
-        distinct,
-        duration,
-        examples_of,
-        methods_explained,
-        options_of,
-        picture_of,
-        places_of,
-    )
-    environment.globals |= {function.__name__: function for function in (*functions, spread, verdict_of)}
     return environment.from_string(template).render(
         style=style,
         script=script,
         policy=f"default-src 'none'; style-src {digest(style)}; script-src {digest(script)}; img-src data:; "
         "base-uri 'none'; form-action 'none'",
-        experiments=results.experiments,
-        records=results.records,
-        warnings=results.warnings,
-        columns=COLUMNS,
-        inf=math.inf,
+        results=results,
+        page=sys.modules[__name__],
+        charts=charts,
+        tables=tables,
     )
 
 
@@ -100,19 +85,19 @@ def digest(content: str) -> str:
 def verdict_of(case: CaseSummary) -> str:
     """A sentence or two: the best method by NLL, how clearly, against the bare network, and by calibration."""
     titles = {method.method: method.title for method in case.methods}
-    column, nll = COLUMNS["nll"], case.estimates("nll")
+    column, nll = tables.COLUMNS["nll"], case.estimates("nll")
     ranked = sorted(nll, key=lambda method: nll[method].mean)
     if len(ranked) < 2:
         return ""
     best = nll[ranked[0]]
     first = [method for method in ranked if column.write(nll[method].mean) == column.write(best.mean)]
     words = "predicts best" if len(first) == 1 else "predict equally well"
-    text = f"{' and '.join(titles[method] for method in first)} {words}: NLL {written(column, best)}"
+    text = f"{' and '.join(titles[method] for method in first)} {words}: NLL {tables.written(column, best)}"
     if "map" in nll and "map" not in first:
         text += f", against {column.write(nll['map'].mean)} of the network alone"
     if len(first) < len(ranked):
         second = nll[ranked[len(first)]]
-        text += f"; next is {titles[ranked[len(first)]]} with {written(column, second)}"
+        text += f"; next is {titles[ranked[len(first)]]} with {tables.written(column, second)}"
         if best.error is not None and second.error is not None:
             clear = second.mean - best.mean > CLEAR * math.hypot(best.error, second.error)
             text += ", a clear difference" if clear else ", a difference within the uncertainty"
@@ -120,19 +105,15 @@ def verdict_of(case: CaseSummary) -> str:
     for figure, words in (("ece", "calibration error (ECE)"), ("cqm", "coverage error (CQM)")):
         if found := case.estimates(figure):
             least = min(found, key=lambda method: found[method].mean)
-            text += f" The lowest {words} is {titles[least]}'s, {written(COLUMNS[figure], found[least])}."
+            text += f" The lowest {words} is {titles[least]}'s, {tables.written(tables.COLUMNS[figure], found[least])}."
     return text
 
 
 def examples_of(case: CaseSummary) -> tuple[str, dict[str, list[dict[str, Any]]]] | None:
     """The examples of the first run of the method with the lowest NLL that has any, and its title."""
     nll = case.estimates("nll")
-    for method in sorted(case.methods, key=lambda each: nll[each.method].mean if each.method in nll else math.inf):
-        for run in method.counted:
-            kinds = {kind: run.examples.get(kind, [])[:EXAMPLES] for kind in ("most_certain", "least_certain")}
-            if any(kinds.values()):
-                return method.title, {kind: group for kind, group in kinds.items() if group}
-    return None
+    ranked = sorted(case.methods, key=lambda each: nll[each.method].mean if each.method in nll else math.inf)
+    return next(((method.title, run.examples) for method in ranked for run in method.counted if run.examples), None)
 
 
 def picture_of(png: Any) -> str:
@@ -142,8 +123,7 @@ def picture_of(png: Any) -> str:
 
 def distinct(facts: Iterable[Mapping[str, Any]]) -> list[str]:
     """Each set of facts once, on a line."""
-    known = (described({name: value for name, value in fact.items() if value is not None}) for fact in facts)
-    return list(dict.fromkeys(" · ".join(map(" ".join, fact.items())) for fact in known if fact))
+    return list(dict.fromkeys(" · ".join(map(" ".join, described(fact).items())) for fact in facts if fact))
 
 
 def options_of(case: CaseSummary) -> list[tuple[str, dict[str, str]]]:
@@ -157,26 +137,20 @@ def options_of(case: CaseSummary) -> list[tuple[str, dict[str, str]]]:
 
 def options_in(method: MethodSummary) -> dict[str, str]:
     """The options of a method's runs that are set, by name; those that differ between seeds say so."""
-    values: dict[str, dict[str, None]] = {}
+    values: dict[str, set[str]] = {}
     for run in method.runs:
+        own = {name: value for name, value in run.configuration.items() if not isinstance(value, dict | list)}
         options = run.configuration.get("options")
-        own = options if isinstance(options, dict) else {}
-        nested = ((name, part) for name, part in own.items() if isinstance(part, dict))
-        parts = {f"{name}, {key}": value for name, part in nested for key, value in part.items()}
-        for name, value in {**run.configuration, **own, **parts}.items():
-            if isinstance(value, str | int | float) and name != "method":
-                text = {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-                text = text if len(text) <= LONGEST_OPTION else f"{text[: LONGEST_OPTION - 1]}…"
-                values.setdefault(name.replace("_", " "), {})[text] = None
-    return {name: next(iter(texts)) if len(texts) == 1 else "varies with the seed" for name, texts in values.items()}
+        for name, text in described(own | (options if isinstance(options, dict) else {})).items():
+            values.setdefault(name.replace("_", " "), set()).add(text)
+    values.pop("method", None)
+    return {name: texts.pop() if len(texts) == 1 else "varies with the seed" for name, texts in values.items()}
 
 
 def duration(runs: Sequence[Record]) -> str:
     """The time of all fits and predictions."""
     seconds = math.fsum(run.figures.get(name, 0.0) for run in runs for name in ("fit_seconds", "predict_seconds"))
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
 
 
 def methods_explained(records: Iterable[Record]) -> list[tuple[str, str]]:

@@ -23,6 +23,9 @@ NESTED = {
 }
 """Entries with entries of their own; those of another type count as empty."""
 
+EXAMPLES, MOST = ("most_certain", "least_certain"), 8
+"""The kinds of examples, and how many of each are kept."""
+
 Curve = dict[str, np.ndarray[Any, Any]]
 """Columns of numbers by name; NaN where there is none."""
 
@@ -133,7 +136,9 @@ def read_record(root: Path, place: Path) -> tuple[Record, list[str]]:
     if not problem and (missing or not metrics):
         problem = f"not a finite number: {', '.join(missing)}" if missing else "it has no figures"
     curves, lines, bad = read_curves(parts["curves"])
-    groups = {kind: group for kind, group in parts["examples"].items() if isinstance(group, list)}
+    groups = {kind: group for kind, group in parts["examples"].items() if kind in EXAMPLES and isinstance(group, list)}
+    if "device" in document:
+        parts["configuration"]["device"] = document["device"]
     record = Record(
         path=place.as_posix(),
         experiment=experiment,
@@ -146,12 +151,12 @@ def read_record(root: Path, place: Path) -> tuple[Record, list[str]]:
         errors=finite(parts["errors"]),
         curves=curves,
         lines=lines,
-        examples={kind: [each for each in group if isinstance(each, dict)] for kind, group in groups.items()},
+        examples={kind: [each for each in group if isinstance(each, dict)][:MOST] for kind, group in groups.items()},
         selection=str(document.get("selection") or ""),
         problem=str(problem) if problem else None,
         applies=document.get("applies") is not False,
         warnings=tuple(map(str, parts["warnings"])),
-        configuration=parts["configuration"] | ({"device": document["device"]} if "device" in document else {}),
+        configuration=parts["configuration"],
         data=data if isinstance(data, dict) else {},
         versions=parts["versions"],
         machine=parts["machine"],

@@ -237,14 +237,14 @@ def group_by(runs: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, 
 
 
 def described(data: Mapping[str, Any]) -> dict[str, str]:
-    """Parts of data in words, without digests; a part with parts of its own on one line."""
+    """What is known of data or options, in words, without digests; a part with parts of its own on one line."""
 
     def line(words: Any) -> str:
         if not isinstance(words, dict):
             return str(words)
         return "; ".join(f"{part}: {text}" for part, text in described(words).items())
 
-    return {part: line(words) for part, words in data.items() if part != "sha256"}
+    return {part: line(words) for part, words in data.items() if part != "sha256" and words is not None}
 
 
 def natural(text: str) -> list[tuple[int, float, str]]:
