@@ -26,10 +26,11 @@ from typer.testing import CliRunner
 from posthoc import FMGP, MAP, DataError, OptionError, Outputs, PosthocError, Temperature, save_outputs
 from posthoc.base import Job
 from posthoc.cli import compare as command
-from posthoc.evaluate.compare import Comparison, Row, compare, guess
+from posthoc.evaluate.compare import Comparison, Row, compare, task_of
 from posthoc.evaluate.cost import measured
 from posthoc.evaluate.evaluate import evaluate
-from posthoc.evaluate.report.tables import COLUMNS, Column, Estimate, digits, places_of
+from posthoc.evaluate.report.summary import Estimate
+from posthoc.evaluate.report.tables import COLUMNS, Column, digits, places_of
 from posthoc.methods import REGISTRY, Ensemble
 from tests.cases import QUICK, Noisy, inputs, labels, mlp, recorded, values
 
@@ -234,13 +235,17 @@ def test_data_that_cannot_be_compared_on_are_refused():
 
 def test_the_task_is_known_from_targets_and_outputs():
     two, one, integers = torch.zeros(5, 2), torch.zeros(5), torch.zeros(5, dtype=torch.long)
-    assert guess(two, integers) == guess(two, integers[:, None]) == "classification"
-    assert guess(two, two) == guess(one, one) == guess(one[:, None], one) == "regression"
+
+    def task(outputs: torch.Tensor, targets: torch.Tensor | None) -> str:
+        return task_of(None, Outputs(outputs, targets))
+
+    assert task(two, integers) == task(two, integers[:, None]) == "classification"
+    assert task(two, two) == task(one, one) == task(one[:, None], one) == "regression"
     for outputs, targets in ((one, integers), (two, two.long())):
         with pytest.raises(OptionError, match="say task="):
-            guess(outputs, targets)
+            task(outputs, targets)
     with pytest.raises(DataError, match="Expected targets"):
-        guess(two, None)
+        task(two, None)
 
 
 # The table.

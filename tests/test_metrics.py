@@ -492,8 +492,10 @@ def test_no_rows_and_nan_are_refused(figure):
 def test_many_classes_are_scored_some_rows_at_a_time(monkeypatch):
     pred, y = class_case(50, 7)
     whole, seen = float(brier(pred, y)), []
-    monkeypatch.setattr(metrics, "NUMBERS_AT_ONCE", 7 * 12)
+    monkeypatch.setattr(metrics, "rows_that_fit", lambda numbers: 84 // numbers)
     distance = metrics.squared_distance
     monkeypatch.setattr(metrics, "squared_distance", lambda pred, y: seen.append(len(pred)) or distance(pred, y))
     assert float(brier(pred, y)) == pytest.approx(whole, rel=1e-12)
     assert seen == [12, 12, 12, 12, 2]
+    with pytest.raises(DataError):  # also where the rows are divided without a remainder
+        accuracy(pred[:48], y)

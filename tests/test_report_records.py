@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from posthoc.errors import FileError
-from posthoc.evaluate.report.records import read_curves, read_results
+from posthoc.evaluate.report.records import read_curves
+from posthoc.evaluate.report.summary import read_results
 from tests.report_cases import compared, document, write
 
 
@@ -19,13 +21,11 @@ def test_both_kinds_of_documents_are_read_alike(tmp_path):
     at_root, reproduced, of_folder = sorted(read_results(tmp_path).records, key=lambda r: (r.path.count("/"), r.path))
     assert (reproduced.experiment, reproduced.case, reproduced.title) == ("cifar10", "resnet20", "MAP")
     assert reproduced.path == "cifar10/resnet20-map-0.json"
-    assert reproduced.metrics == {"nll": 0.5, "accuracy": 0.9}
-    assert reproduced.costs == {"fit_seconds": 1.0, "predict_seconds": 0.5}
+    assert reproduced.figures == {"nll": 0.5, "accuracy": 0.9, "fit_seconds": 1.0, "predict_seconds": 0.5}
     assert reproduced.data == {"test": "the rest of it"}
-    assert "data" not in reproduced.configuration
     assert (of_folder.experiment, at_root.experiment) == ("mine", tmp_path.name)
-    assert of_folder.metrics == {"nll": 0.5, "accuracy": 0.9, "ece": 0.02}
-    assert of_folder.costs == {"fit_seconds": 0.1, "predict_seconds": 0.2, "peak_memory": 2e6}
+    costs = {"fit_seconds": 0.1, "predict_seconds": 0.2, "peak_memory": 2e6}
+    assert of_folder.figures == {"nll": 0.5, "accuracy": 0.9, "ece": 0.02} | costs
     assert of_folder.data == {"train": "fit.npz", "test": "test.npz"}
     assert of_folder.configuration["device"] == "cpu"
     assert at_root.seed == 4
@@ -89,7 +89,7 @@ def test_what_was_thrown_together_is_told(tmp_path):
     write(tmp_path, document(seed=1, versions={"posthoc": "0.2.0"}))
     write(tmp_path, document(seed=2, configuration={"quick": True, "data": {"test": "the rest of it"}}))
     versions, quick = read_results(tmp_path).warnings
-    assert "several versions of posthoc (2 of 0.1.0, 1 of 0.2.0; toy/map-1.json" in versions
+    assert "several versions of posthoc (2 of 0.1.0, 1 of 0.2.0)" in versions
     assert "1 quick runs" in quick
     write(tmp_path, document(experiment="other", configuration={"data": {"test": "some"}}))
     write(tmp_path, document(experiment="other", seed=1, configuration={"data": {"test": "others"}}))
@@ -127,7 +127,6 @@ def test_a_method_that_does_not_apply_says_so(tmp_path):
 
 
 def test_curves_are_read_or_named(tmp_path):
-    nan = float("nan")
     good, lines, bad = read_curves(
         {
             "reliability": {"confidence": [None, 0.5], "accuracy": [None, 1], "share": [0, 1.0]},
@@ -141,9 +140,9 @@ def test_curves_are_read_or_named(tmp_path):
         }
     )
     assert sorted(good) == ["band", "entropy", "reliability"]
-    assert str(good["reliability"]["confidence"]) == str([nan, 0.5])
-    assert good["band"]["points_y"] == [0.2]
-    assert str(lines) == str({"rotation": {"x": [0.0, 10.0], "nll": [0.1, nan]}})
+    np.testing.assert_array_equal(good["reliability"]["confidence"], [np.nan, 0.5])
+    np.testing.assert_array_equal(good["band"]["points"], [[0.1, 0.2]])
+    np.testing.assert_array_equal(lines["rotation"]["nll"], [0.1, np.nan])
     assert bad == ["risk_coverage", "calibration", "error_bars", "bad", "worse"]
     for wrong in ({"edges": [0, 1], "in": [0.5, 0.5]}, {"edges": [0, 0, 1], "in": [1, 1]}, {"in": [1]}, [], "x"):
         assert read_curves({"entropy": wrong})[2] == ["entropy"]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import statistics
 
+import numpy as np
 import pytest
 
-from posthoc.evaluate.report.charts import mean_curve, mean_lines, pooled_reliability
-from posthoc.evaluate.report.records import read_results
-from posthoc.evaluate.report.tables import columns_of, estimate, natural, places_of, summarize
+from posthoc.evaluate.report.charts import mean_curve, pooled_reliability
+from posthoc.evaluate.report.summary import estimate, natural, read_results
+from posthoc.evaluate.report.tables import columns_of, places_of
 from tests.report_cases import document, write
 
 
 def one(folder):
-    (experiment,) = summarize(read_results(folder).records)
+    (experiment,) = read_results(folder).experiments
     return experiment
 
 
@@ -45,8 +46,8 @@ def test_runs_with_a_problem_are_kept_and_left_out_of_the_means(tmp_path):
     assert ours.estimates["nll"].error == pytest.approx(0.1)
     assert ours.estimates["accuracy"].count == 2
     assert [run.seed for run in ours.excluded] == [1]
-    assert (bare.excluded, bare.missing, bare.estimates["nll"].count) == ((), (), 3)
-    assert (ella.counted, ella.missing, ella.estimates) == ((), (1, 2), {})
+    assert (bare.excluded, bare.missing, bare.estimates["nll"].count) == ([], [], 3)
+    assert (ella.counted, ella.missing, ella.estimates) == ([], [1, 2], {})
     assert case.notes() == [
         "ella, seed 0 (left out of the means): not a finite number: nll",
         "ella: no run with seed 1, 2",
@@ -73,15 +74,12 @@ def test_the_first_two_places(tmp_path):
         metrics = {"nll": nll[method], "coverage_90": coverage[method], "width_90": nll[method], "cqm": 0.1}
         write(tmp_path, document(method=method, task="regression", metrics=metrics | {"amplitude": 2.0}))
     (case,) = one(tmp_path).cases
-    main, further = columns_of(case)
+    main, further = columns_of(case.figures)
     named = ["nll", "cqm", "coverage_90", "width_90", "amplitude"]
     assert [column.figure for column in main] == [*named, "fit_seconds", "predict_seconds"]
     assert further == []
 
-    def found(figure):
-        return {method.method: method.estimates[figure] for method in case.methods}
-
-    by_name = {column.figure: places_of(column, found(column.figure)) for column in (*main, *further)}
+    by_name = {column.figure: places_of(column, case.estimates(column.figure)) for column in main}
     assert by_name["nll"] == {"map": 1, "temperature": 1}  # written the same
     assert by_name["coverage_90"] == {"ella": 1, "temperature": 2}
     assert by_name["cqm"] == by_name["width_90"] == by_name["amplitude"] == {}
@@ -101,10 +99,13 @@ def test_data_are_named_in_words_and_once(tmp_path):
     assert one(tmp_path).cases[0].sources == ["train: source: flights; rows: 10"]
 
 
+def arrays(**columns):
+    return {name: np.array(values) for name, values in columns.items()}
+
+
 def test_reliability_is_pooled_by_the_points_of_each_bin():
-    nan = float("nan")
-    first = {"confidence": [0.2, 0.8], "accuracy": [0.0, 0.5], "share": [0.25, 0.75]}
-    second = {"confidence": [nan, 0.6], "accuracy": [nan, 1.0], "share": [0.0, 1.0]}
+    first = arrays(confidence=[0.2, 0.8], accuracy=[0.0, 0.5], share=[0.25, 0.75])
+    second = arrays(confidence=[np.nan, 0.6], accuracy=[np.nan, 1.0], share=[0.0, 1.0])
     pooled = pooled_reliability([first, second])
     assert pooled["share"] == pytest.approx([0.125, 0.875])
     assert pooled["confidence"] == pytest.approx([0.2, (0.75 * 0.8 + 0.6) / 1.75])
@@ -112,11 +113,8 @@ def test_reliability_is_pooled_by_the_points_of_each_bin():
 
 
 def test_curves_are_averaged_where_they_are_along_the_same_places():
-    nan = float("nan")
-    curves = [
-        {"x": [0.0, 1.0], "y": [1.0, nan]},
-        {"x": [0.0, 1.0], "y": [3.0, 5.0]},
-        {"x": [0.0, 2.0], "y": [99.0, 99.0]},
-    ]
-    assert mean_curve(curves, "x", "y", "absent") == {"x": [0.0, 1.0], "y": [2.0, 5.0]}
-    assert mean_lines(curves, "y") == {"x": [0.0, 1.0], "mean": [2.0, 5.0], "error": [pytest.approx(1.0), 0.0]}
+    curves = [arrays(x=[0.0, 1.0], y=[1.0, np.nan]), arrays(x=[0.0, 1.0], y=[3.0, 5.0]), arrays(x=[0.0, 2.0], y=[9, 9])]
+    means, errors = mean_curve(curves, "x")
+    assert means["x"].tolist() == [0.0, 1.0]
+    assert means["y"].tolist() == [2.0, 5.0]
+    assert errors["y"] == pytest.approx([1.0, 0.0])

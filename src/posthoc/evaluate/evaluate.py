@@ -82,44 +82,32 @@ class Evaluation:
     def curves(self) -> dict[str, Curve]:
         """What a report draws, in types that JSON knows: those of `reliability`, `entropy`, `risk_coverage`,
         `calibration` and `error_bars` that apply to the task."""
-        makers: dict[str, tuple[Callable[..., Curve], tuple[m.Score, ...]]] = {
-            "reliability": (reliability, (m.confidence, m.hit)),
-            "entropy": (self._entropies, (m.confidence, m.default_uncertainty)),
-            "risk_coverage": (risk_coverage, (m.default_uncertainty, m.default_loss)),
-            "calibration": (calibration, (m.probability_below,)),
-            "error_bars": (shown_intervals, (details, m.probability_below)),
-        }
-        found = {}
-        for name, (make, needed) in makers.items():
+        curves = {}
+        for name, (make, needed) in CURVES.items():
             columns = [column for column in map(self.scores.column, needed) if column is not None]
             if len(columns) == len(needed):
-                found[name] = make(*columns)
-        return found
+                curves[name] = make(*columns)
+        entropy, confidence = self.scores.column(m.default_uncertainty), self.scores.column(m.confidence)
+        if entropy is not None and confidence is not None:
+            curves["entropy"] = entropies(
+                entropy, self.scores.column(m.default_uncertainty, outside=True), self.classes
+            )
+        return curves
 
     def examples(self, count: int = 8) -> dict[str, list[dict[str, Any]]]:
         """The rows a classifier is most and least certain of: row, target, predicted class, probability, entropy."""
-        entropy, certainty = self.scores.column(m.default_uncertainty), self.scores.column(m.confidence)
-        shown = self.scores.column(details)
-        if entropy is None or certainty is None or shown is None:
+        entropy, confidence, shown = map(self.scores.column, (m.default_uncertainty, m.confidence, details))
+        if entropy is None or confidence is None or shown is None:
             return {}
-
-        def example(row: int) -> dict[str, Any]:
-            label, target = shown[row].tolist()
-            known = {"row": row, "target": int(target), "said": int(label)}
-            return known | {"probability": float(certainty[row]), "entropy": float(entropy[row])}
-
-        order = entropy.argsort(stable=True).tolist()
-        groups = {"most_certain": order[:count], "least_certain": order[::-1][:count]}
-        return {name: [example(row) for row in rows] for name, rows in groups.items()}
-
-    def _entropies(self, confidence: Tensor, entropy: Tensor) -> Curve:
-        top = math.log(max(self.classes, 2))
-        edges, counts = m.histogram(entropy, top, ENTROPY_BINS)
-        curve: Curve = {"edges": edges.tolist(), "in": (counts / len(entropy)).tolist()}
-        outside = self.scores.column(m.default_uncertainty, outside=True)
-        if outside is not None:
-            curve["out"] = (m.histogram(outside, top, ENTROPY_BINS)[1].double() / len(outside)).tolist()
-        return curve
+        names = ("row", "target", "said", "probability", "entropy")
+        order = entropy.argsort(stable=True)
+        examples = {}
+        for kind, rows in (("most_certain", order[:count]), ("least_certain", order.flip(0)[:count])):
+            labels, targets = shown[rows].long().T
+            columns = (rows, targets, labels, confidence[rows], entropy[rows])
+            lines = zip(*(column.tolist() for column in columns), strict=True)
+            examples[kind] = [dict(zip(names, line, strict=True)) for line in lines]
+        return examples
 
 
 def score(method: Method, test: Any, ood: Any = None, *, device: torch.device | None = None) -> Evaluation:
@@ -169,20 +157,23 @@ def details(pred: Predictive, y: Any) -> Tensor:  # (N, 2) or (N, ..., 4) or (N,
 # Curves.
 
 
+def entropies(entropy: Tensor, outside: Tensor | None, classes: int) -> Curve:
+    """Shares of the test data, and of out-of-distribution data if there are any, in bins of entropy."""
+    top = math.log(max(classes, 2))
+    curve = {"edges": m.histogram(entropy, top, ENTROPY_BINS)[0].tolist()}
+    for name, values in (("in", entropy), ("out", outside)):
+        if values is not None:
+            curve[name] = (m.histogram(values, top, ENTROPY_BINS)[1].double() / len(values)).tolist()
+    return curve
+
+
 def reliability(confidence: Tensor, hits: Tensor, bins: int = CONFIDENCE_BINS) -> Curve:
     """Mean confidence and accuracy in bins of equal width (None in an empty bin), the share and the number of points
     in each."""
-    points, confidences, right = confidence_bins(confidence, hits, bins)
-
-    def means(total: Tensor) -> list[float | None]:
-        return [float(t / n) if n else None for t, n in zip(total, points, strict=True)]
-
-    return {
-        "confidence": means(confidences),
-        "accuracy": means(right),
-        "share": (points / len(hits)).tolist(),
-        "count": points.tolist(),
-    }
+    points, *sums = confidence_bins(confidence, hits, bins)
+    means = [[float(total / n) if n else None for total, n in zip(each, points, strict=True)] for each in sums]
+    share, count = (points / len(hits)).tolist(), points.tolist()
+    return {"confidence": means[0], "accuracy": means[1], "share": share, "count": count}
 
 
 def risk_coverage(uncertainty: Tensor, loss: Tensor) -> Curve:
@@ -196,8 +187,8 @@ def calibration(below: Tensor) -> Curve:
     """The share of targets inside central intervals, by nominal level."""
     level = (2.0 * below - 1.0).abs().reshape(-1).sort().values
     nominal = torch.arange(1, LEVELS + 1, dtype=torch.float64) / (LEVELS + 1)
-    found = torch.searchsorted(level, nominal, right=True).double() / len(level)
-    return {"level": nominal.tolist(), "coverage": found.tolist()}
+    coverage = torch.searchsorted(level, nominal, right=True).double() / len(level)
+    return {"level": nominal.tolist(), "coverage": coverage.tolist()}
 
 
 def shown_intervals(shown: Tensor, below: Tensor) -> Curve:
@@ -205,3 +196,12 @@ def shown_intervals(shown: Tensor, below: Tensor) -> Curve:
     rows = shown.reshape(-1, 4)
     chosen = rows[torch.linspace(0, len(rows) - 1, min(INTERVALS, len(rows))).long()]
     return dict(zip(("target", "mean", "low", "high"), chosen.T.tolist(), strict=True))
+
+
+CURVES: dict[str, tuple[Callable[..., Curve], tuple[m.Score, ...]]] = {
+    "reliability": (reliability, (m.confidence, m.hit)),
+    "risk_coverage": (risk_coverage, (m.default_uncertainty, m.default_loss)),
+    "calibration": (calibration, (m.probability_below,)),
+    "error_bars": (shown_intervals, (details, m.probability_below)),
+}
+"""The curves that follow from scores of the test data, and these scores."""

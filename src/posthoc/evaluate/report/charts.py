@@ -26,23 +26,18 @@ if TYPE_CHECKING:
 __all__ = ["Block", "Chart", "blocks_of"]
 
 STYLE = {
-    "font.size": 9,
-    "axes.edgecolor": plots.SOFT,
-    "axes.labelcolor": plots.SOFT,
-    "xtick.color": plots.SOFT,
-    "ytick.color": plots.SOFT,
-    "text.color": plots.INK,
-    "axes.linewidth": 0.6,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), plots.SOFT),
+    **dict.fromkeys(("axes.linewidth", "xtick.major.width", "ytick.major.width"), 0.6),
+    "axes.axisbelow": True,
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "axes.axisbelow": True,
+    "font.size": 9,
     "grid.color": plots.RULE,
     "grid.linewidth": 0.7,
     "svg.fonttype": "none",
-    "text.parse_math": False,
     "svg.hashsalt": "posthoc",
+    "text.color": plots.INK,
+    "text.parse_math": False,
 }
 VARIABLES = {
     **{color: f"var(--s{index})" for index, color in enumerate(plots.COLORS)},
@@ -95,7 +90,7 @@ def blocks_of(case: CaseSummary, numbers: Mapping[str, int], name: str) -> list[
     ids = (f"{name}-{number}" for number in itertools.count())
     blocks = []
     if charts := [
-        Chart(title, "", draw_svg(draw, f"{title}. {label}", next(ids), (4.4, 2.9), "constrained"))
+        Chart(title, "", draw_svg(draw, f"{title}. {label}", next(ids), (4.4, 2.9), fitted=True))
         for title, label, draw in line_charts(case, numbers)
     ]:
         drawn = [method for method in case.methods if any(run.curves or run.lines for run in method.counted)]
@@ -177,19 +172,19 @@ def draw_swatch(number: int, ax: Axes) -> None:
     ax.axis("off")
 
 
-def draw_svg(draw: Draw, label: str, name: str, size: tuple[float, float], layout: str | None = None) -> Markup:
+def draw_svg(draw: Draw, label: str, name: str, size: tuple[float, float], *, fitted: bool = False) -> Markup:
     """A chart of a size in inches, ready to stand in a page.
 
     Styles become attributes, which the page's policy allows; colors become variables of the style sheet; ids begin with
-    `name`; groups `series-N` get a class and their number. A layout gives labels the room they need, which takes longer
+    `name`; groups `series-N` get a class and their number. `fitted` gives labels the room they need, which takes longer
     than margins.
     """
     with require("matplotlib", "plots", "Drawing the charts of a report").rc_context(STYLE):
         from matplotlib.figure import Figure
 
-        figure = Figure(size, layout=layout, facecolor="none")
+        figure = Figure(size, layout="constrained" if fitted else None, facecolor="none")
         ax = figure.add_subplot(facecolor="none")
-        if layout is None:
+        if not fitted:
             ax.set_position((0.23, 0.17, 0.72, 0.79))
         plots.bare(ax)
         draw(ax)

@@ -156,10 +156,8 @@ def read_record(root: Path, place: Path) -> tuple[Record, list[str]]:
         problem=str(problem) if problem else None,
         applies=document.get("applies") is not False,
         warnings=tuple(map(str, parts["warnings"])),
-        configuration=parts["configuration"],
         data=data if isinstance(data, dict) else {},
-        versions=parts["versions"],
-        machine=parts["machine"],
+        **{name: parts[name] for name in ("configuration", "versions", "machine")},
     )
     return record, bad
 
