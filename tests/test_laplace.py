@@ -17,7 +17,7 @@ from posthoc import Categorical, Gaussian, Outputs
 from posthoc.errors import DataError, LayerError, NotFittedError, OptionError, PosthocWarning
 from posthoc.fmgp.covariance import correction, marginal_variance
 from posthoc.kernels import Constant, Linear, gram
-from posthoc.methods.laplace.curvature import of_classes
+from posthoc.methods.laplace.curvature import sum_curvature
 from posthoc.methods.laplace.laplace import Laplace
 from posthoc.methods.laplace.last_layer import find_last_layer
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
@@ -91,7 +91,7 @@ def test_the_posterior_is_the_inverse_of_the_dense_matrix():
 @pytest.mark.parametrize("form", FORMS)
 def test_every_question_about_the_covariance_has_the_answer_of_the_covariance(form):
     _, _, _, data = case("classification")
-    curvature = of_classes([(one(data.features), data.outputs.softmax(-1))], form, bias=True)
+    curvature = sum_curvature([(one(data.features), data.outputs.softmax(-1))], form, 3, bias=True)
     scalar = torch.tensor(1.3, dtype=DOUBLE)
     latent, top = curvature.latent(one(data.features), scalar, scalar), data.outputs.argmax(-1)
     v = latent.covariance()

@@ -474,9 +474,11 @@ class Method(ABC):
         """The number of rows to predict at a time."""
         return max(1, min(CHUNK, MOST_OUTPUTS // math.prod(self._width or (1,))))
 
-    def _require_fitted(self, verb: str) -> None:
+    def _require_fitted(self, verb: str) -> Any:
+        """The fitted state."""
         if not self.fitted:
             raise NotFittedError(f"Call fit(...) before {verb}(), or load a saved head.")
+        return self._fitted
 
     def _require_backbone(self, data: Any) -> Backbone:
         if self.backbone is None:

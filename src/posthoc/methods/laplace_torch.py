@@ -19,7 +19,7 @@ from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.laplace.laplace import FEW_OUTPUTS, linearized
+from posthoc.methods.laplace.laplace import linearized
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
 from posthoc.methods.weights.network import NetworkMethod
 from posthoc.optional import require
@@ -129,8 +129,7 @@ class LaplaceTorch(NetworkMethod):
             v = torch.cat(parts).reshape(-1, width, width) if parts else outputs.new_zeros(0, width, width).double()
             if isinstance(likelihood, Gaussian):
                 v = v / torch.outer(likelihood.scale, likelihood.scale)
-            few = isinstance(likelihood, Categorical) and width <= FEW_OUTPUTS
-            return likelihood.predictive(outputs, DenseLatent(v), covariance=covariance or few)
+            return likelihood.predictive(outputs, DenseLatent(v), covariance=self._dense(covariance))
 
         return predict
 

@@ -1,4 +1,4 @@
-"""The curvature of a last layer's loss (its generalised Gauss-Newton matrix), in three forms, each by its eigenvalues.
+"""The curvature of a last layer's loss (its generalized Gauss-Newton matrix), in three forms, each by its eigenvalues.
 
 With features φ (a constant among them where there is a bias) and Λ = diag(p) - ppᵀ of a point's class probabilities,
 the matrix is Σ Λ ⊗ φφᵀ over the data. In regression Λ is diagonal and the same for all points, so that all three forms
@@ -16,14 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.errors import OptionError
+from posthoc.numerics import rows_that_fit
 from posthoc.predictive.latent import FactorLatent, IndependentLatent, Latent
 
-__all__ = ["FORMS", "Curvature", "Dense", "Diagonal", "Form", "Kronecker", "of_classes", "of_outputs", "require_room"]
+__all__ = ["Curvature", "Dense", "Form", "Separable", "require_room", "sum_curvature"]
 
 Form = Literal["kron", "full", "diag"]
-FORMS: tuple[Form, ...] = ("kron", "full", "diag")
-VALUES_AT_ONCE = 2**22
-"""Numbers in the largest tensor made of data: 32 MB."""
 COPIES = 4
 """Matrices of one size that exist at once: the sum, its eigenvectors and what it takes to find them."""
 
@@ -31,9 +29,10 @@ COPIES = 4
 class Curvature(nn.Module, ABC):
     """A positive semi-definite matrix over the weights, C outputs x D features."""
 
-    @abstractmethod
-    def eigenvalues(self) -> Tensor:
-        """All of them; (C, D) where outputs may have noises of their own."""
+    values: Tensor
+    """All eigenvalues."""
+    width: int
+    """Numbers that a prediction holds for each point."""
 
     @abstractmethod
     def latent(
@@ -44,71 +43,33 @@ class Curvature(nn.Module, ABC):
     ) -> Latent:
         """The Gaussian over the outputs that N(0, (curvature/noise + δ)⁻¹) over the weights gives."""
 
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """Numbers that a prediction holds for each point."""
 
-
-class Kronecker(Curvature):
-    """U diag(l) Uᵀ ⊗ Q diag(m) Qᵀ, over outputs and features; without U, the outputs are independent."""
-
-    out_values: Tensor
-    in_values: Tensor
-    in_vectors: Tensor
-    out_vectors: Tensor | None
-
-    def __init__(
-        self,
-        out_values: Tensor,  # (C,), l
-        in_values: Tensor,  # (D,), m
-        in_vectors: Tensor,  # (D, D), Q
-        out_vectors: Tensor | None = None,  # (C, C), U
-    ) -> None:
-        super().__init__()
-        hold(self, out_values=out_values, in_values=in_values, in_vectors=in_vectors, out_vectors=out_vectors)
-
-    def eigenvalues(self) -> Tensor:  # (C, D)
-        return torch.outer(self.out_values, self.in_values)
-
-    def latent(self, features: Tensor, precision: Tensor, noise: Tensor) -> Latent:
-        total = torch.outer(self.out_values / noise, self.in_values) + precision
-        along = (features @ self.in_vectors).square() @ total.reciprocal().mT  # (N, C)
-        return IndependentLatent(along) if self.out_vectors is None else RotatedLatent(along, self.out_vectors)
-
-    @property
-    def width(self) -> int:
-        return max(len(self.out_values), len(self.in_values))
-
-
-class Diagonal(Curvature):
-    """A number for every weight."""
-
-    values: Tensor
+class Separable(Curvature):
+    """Eigenvectors U ⊗ Q over outputs and features. Without Q features are independent, without U outputs are."""
 
     def __init__(
         self,
         values: Tensor,  # (C, D)
+        in_vectors: Tensor | None = None,  # (D, D), Q
+        out_vectors: Tensor | None = None,  # (C, C), U
     ) -> None:
         super().__init__()
-        hold(self, values=values)
-
-    def eigenvalues(self) -> Tensor:
-        return self.values
+        self.register_buffer("values", values)
+        self.register_buffer("in_vectors", in_vectors)
+        self.in_vectors: Tensor | None
+        self.register_buffer("out_vectors", out_vectors)
+        self.out_vectors: Tensor | None
+        self.width = max(values.shape)
 
     def latent(self, features: Tensor, precision: Tensor, noise: Tensor) -> Latent:
-        return IndependentLatent(features.square() @ (self.values / noise + precision).reciprocal().mT)
-
-    @property
-    def width(self) -> int:
-        return max(self.values.shape)
+        total = self.values / noise.reshape(-1, 1) + precision  # (C, D)
+        along = features if self.in_vectors is None else features @ self.in_vectors
+        variance = along.square() @ total.reciprocal().mT  # (N, C)
+        return IndependentLatent(variance) if self.out_vectors is None else RotatedLatent(variance, self.out_vectors)
 
 
 class Dense(Curvature):
     """The whole matrix, weights in the order (output, feature)."""
-
-    values: Tensor
-    vectors: Tensor
 
     def __init__(
         self,
@@ -116,17 +77,13 @@ class Dense(Curvature):
         vectors: Tensor,  # (C, D, C D)
     ) -> None:
         super().__init__()
-        hold(self, values=values, vectors=vectors)
-
-    def eigenvalues(self) -> Tensor:
-        return self.values
+        self.register_buffer("values", values)
+        self.register_buffer("vectors", vectors)
+        self.vectors: Tensor
+        self.width = len(vectors) * len(values)
 
     def latent(self, features: Tensor, precision: Tensor, noise: Tensor) -> Latent:
         return FactorLatent(((features @ self.vectors) * (self.values / noise + precision).rsqrt()).transpose(0, 1))
-
-    @property
-    def width(self) -> int:
-        return len(self.vectors) * len(self.values)
 
 
 class RotatedLatent(Latent):
@@ -156,88 +113,74 @@ class RotatedLatent(Latent):
         return (noise * self.along.sqrt()) @ self.vectors.mT
 
 
-def of_outputs(
-    parts: Iterable[Tensor],  # features (n, D), some rows at a time
+def sum_curvature(
+    parts: Iterable[tuple[Tensor, Tensor | None]],
+    form: Form,
     num_outputs: int,
-    form: Form,
     *,
-    bias: bool,  # whether the last feature is the constant
-    share: float = 1.0,  # how many points each row stands for
-) -> Kronecker:
-    """The curvature of a regression's loss under unit noise, summed over the data."""
-    rows, total = 0, None
-    for x in parts:
-        rows, total = rows + len(x), add(total, x.mT @ x)
-    assert total is not None
-    gram = total / rows
-    values, vectors = eigen({"full": gram, "kron": apart(gram, bias), "diag": gram.diag().diag()}[form])
-    return Kronecker(values.new_full((num_outputs,), share * rows), values, vectors)
-
-
-def of_classes(
-    parts: Iterable[tuple[Tensor, Tensor]],  # features (n, D) and class probabilities (n, C), some rows at a time
-    form: Form,
-    *,
-    bias: bool,  # whether the last feature is the constant
-    share: float = 1.0,  # how many points each row stands for
+    bias: bool,
+    share: float = 1.0,
 ) -> Curvature:
-    """The curvature of a classifier's loss, summed over the data."""
+    """The curvature of the loss, summed over the data; in regression under unit noise.
+
+    Args:
+        parts: Some rows at a time: features (n, D) and class probabilities (n, C), or None in regression.
+        form: "kron", "full" or "diag".
+        num_outputs: C.
+        bias: Whether the last feature is the constant.
+        share: The number of points that each row stands for.
+    """
+    rows, classes = 0, True
+    sums: list[Tensor] = []
+    for x, p in parts:
+        rows, classes = rows + len(x), p is not None
+        more = sums_of_classes(x, p, form) if p is not None else [x.mT @ x]
+        sums = [total.add_(part) for total, part in zip(sums, more, strict=True)] if sums else more
+    if classes and form == "diag":
+        return Separable(share * sums[0])
+    if classes and form == "full":
+        values, vectors = eigen(share * sums[0])
+        return Dense(values, vectors.reshape(num_outputs, -1, len(values)))
+    gram = sums[0] / rows
+    if form == "diag":
+        return Separable((share * rows * gram.diag()).repeat(num_outputs, 1))
+    if form == "kron" and bias:  # KFAC takes the weights and the bias as two layers
+        gram = torch.block_diag(gram[:-1, :-1], gram[-1:, -1:])
+    in_values, in_vectors = eigen(gram)
+    if not classes:
+        return Separable((share * rows * in_values).repeat(num_outputs, 1), in_vectors)
+    out_values, out_vectors = eigen(share * sums[1])
+    return Separable(torch.outer(out_values, in_values), in_vectors, out_vectors)
+
+
+def sums_of_classes(x: Tensor, p: Tensor, form: Form) -> list[Tensor]:
+    """What is summed over the data of a classifier: Σφφᵀ and ΣΛ, or Σ p(1 - p) φ², or the whole matrix."""
     if form == "kron":
-        return kronecker_of_classes(parts, bias, share)
-    return dense_of_classes(parts, share) if form == "full" else diagonal_of_classes(parts, share)
-
-
-def kronecker_of_classes(parts: Iterable[tuple[Tensor, Tensor]], bias: bool, share: float) -> Kronecker:
-    """ΣΛ ⊗ the mean of φφᵀ, the bias as a layer of its own."""
-    rows, gram, hessian = 0, None, None
-    for x, p in parts:
-        rows, gram = rows + len(x), add(gram, x.mT @ x)
-        hessian = add(hessian, p.sum(0).diag() - p.mT @ p)
-    assert gram is not None
-    assert hessian is not None
-    out_values, out_vectors = eigen(share * hessian)
-    in_values, in_vectors = eigen(apart(gram / rows, bias))
-    return Kronecker(out_values, in_values, in_vectors, out_vectors)
-
-
-def diagonal_of_classes(parts: Iterable[tuple[Tensor, Tensor]], share: float) -> Diagonal:
-    """Σ p_c (1 - p_c) φ_j²."""
-    total = None
-    for x, p in parts:
-        total = add(total, (p * (1.0 - p)).mT @ x.square())
-    assert total is not None
-    return Diagonal(share * total)
-
-
-def dense_of_classes(parts: Iterable[tuple[Tensor, Tensor]], share: float) -> Dense:
-    """Σ diag(p) ⊗ φφᵀ less Σ (p ⊗ φ)(p ⊗ φ)ᵀ, block by block."""
-    total: Tensor | None = None
-    for many_x, many_p in parts:
-        c, d = many_p.shape[1], many_x.shape[1]
-        total = many_x.new_zeros(c * d, c * d) if total is None else total
-        rows = max(1, VALUES_AT_ONCE // (c * d))
-        for x, p in zip(many_x.split(rows), many_p.split(rows), strict=True):
-            weighted = (p[:, :, None] * x[:, None, :]).flatten(1)  # (n, C D)
-            for k in range(c):  # the blocks on and below the diagonal: eigh reads no others
-                own, rest = slice(k * d, (k + 1) * d), slice(k * d, c * d)
-                total[rest, own].addmm_(weighted[:, rest].mT, weighted[:, own], alpha=-1.0)
-                total[own, own].addmm_(weighted[:, own].mT, x)
-    assert total is not None
-    values, vectors = eigen(total.mul_(share))
-    return Dense(values, vectors.reshape(c, d, c * d))
+        return [x.mT @ x, p.sum(0).diag() - p.mT @ p]
+    if form == "diag":
+        return [(p * (1.0 - p)).mT @ x.square()]
+    c, d = p.shape[1], x.shape[1]
+    total, rows = x.new_zeros(c, d, c, d), rows_that_fit(c * d)
+    for some_x, some_p in zip(x.split(rows), p.split(rows), strict=True):
+        weighted = some_p[:, :, None] * some_x[:, None, :]  # (n, C, D)
+        flat = weighted.flatten(1)
+        total.view(c * d, c * d).addmm_(flat.mT, flat, alpha=-1.0)
+        for k in range(c):
+            total[k, :, k] += weighted[:, k].mT @ some_x
+    return [total.view(c * d, c * d)]
 
 
 def require_room(form: Form, num_outputs: int, num_features: int, *, classes: bool, gigabytes: float) -> None:
     """Refuses, before the work, a form whose matrices would not fit."""
     joint = num_outputs * num_features
     numbers = {
-        "full": joint**2 if classes else num_features**2,
         "kron": num_features**2 + (num_outputs**2 if classes else 0) + joint,
+        "full": joint**2 if classes else num_features**2,
         "diag": joint,
     }
     needed = {name: COPIES * 8 * count / 1e9 for name, count in numbers.items()}
     if needed[form] > gigabytes:
-        others = [f'curvature="{name}" ({needed[name]:.2g} GB)' for name in FORMS if needed[name] <= gigabytes]
+        others = [f'curvature="{name}" ({needed[name]:.2g} GB)' for name in needed if needed[name] <= gigabytes]
         instead = f"Use {' or '.join(others)}, or allow more" if others else "Allow more"
         raise OptionError(
             f'Expected curvature="{form}" to fit into {gigabytes:g} GB, found that {num_outputs} outputs x '
@@ -245,24 +188,8 @@ def require_room(form: Form, num_outputs: int, num_features: int, *, classes: bo
         )
 
 
-def hold(module: nn.Module, **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        module.register_buffer(name, tensor)
-
-
 def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, none below zero, and eigenvectors."""
     values, vectors = torch.linalg.eigh(matrix)
     # Laid out as they come from a file, so that a saved head gives the same numbers to the last bit.
     return values.clamp_min(0.0), vectors.contiguous()
-
-
-def apart(gram: Tensor, bias: bool) -> Tensor:
-    """The mean of φφᵀ with the weights and the bias as two layers, which is how KFAC takes them."""
-    if not bias:
-        return gram
-    return torch.block_diag(gram[:-1, :-1], gram[-1:, -1:])
-
-
-def add(total: Tensor | None, part: Tensor) -> Tensor:
-    return part if total is None else total + part

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,10 +17,7 @@ from posthoc.methods.laplace.last_layer import find_last_layer, require_last_lay
 from posthoc.methods.laplace.posterior import Posterior, fit_posterior, refine
 from posthoc.predictive.base import Predictive
 
-__all__ = ["FEW_OUTPUTS", "Laplace", "linearized"]
-
-FEW_OUTPUTS = 32
-"""Up to this many classes a prediction includes their covariance, which draws of the logits need."""
+__all__ = ["Laplace", "linearized"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +67,8 @@ class Laplace(Method):
     @property
     def posterior(self) -> Posterior:
         """The fitted posterior of the weights."""
-        self._require_fitted("posterior")
-        assert isinstance(self._fitted, Posterior)
-        return self._fitted
+        posterior: Posterior = self._require_fitted("posterior")
+        return posterior
 
     @property
     def prior_precision(self) -> float:
@@ -95,22 +89,21 @@ class Laplace(Method):
         posterior = fit_posterior(
             train.only("features"),
             find_last_layer(self.backbone, train, device),
-            copy.deepcopy(self._likelihood).to(device),
+            self._start_likelihood(train, device),
             form,
             precision=prior if isinstance(prior, float) else None,
-            num_data=job.num_data,
+            share=job.num_data / len(train),
         )
         if prior == "val" and job.val is not None:
             refine(posterior, job.val.only("features"))
         return posterior
 
     def _predictor(self, fitted: Posterior, *, covariance: bool) -> Callable[[Outputs], Predictive]:
-        few = self._likelihood.task == "classification" and math.prod(self._width or ()) <= FEW_OUTPUTS
+        dense = self._dense(covariance)
 
         def predict(outputs: Outputs) -> Predictive:
-            home = outputs.outputs.device
-            predictive = fitted.predictive(outputs.only("features").to(fitted.device), covariance=covariance or few)
-            return predictive if fitted.device == home else predictive.to(home)
+            part = outputs.only("features").to(fitted.device)
+            return fitted.predictive(part, covariance=dense).to(outputs.outputs.device)
 
         return predict
 

@@ -1,4 +1,4 @@
-"""The last layer of a network, outputs = W features + b: read from the network, or found from what it said."""
+"""The last layer of a network, outputs = W features + b: read from the network, or found from its outputs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, LayerError, PosthocWarning
 from posthoc.likelihoods.base import columns
+from posthoc.numerics import rows_that_fit
 
 __all__ = ["LastLayer", "find_last_layer", "pieces", "require_last_layer", "with_one"]
 
 ALLOWED = 0.01
 """How far from linear in the features the outputs may be, as a share of their spread: float16 files are at 0.001."""
-VALUES_AT_ONCE = 2**21
-"""Numbers read at once: 16 MB in float64."""
 SPECK = 1e-10
 """Directions in which features vary by less than this share of the largest variance tell nothing about W."""
 
@@ -37,9 +36,9 @@ class LastLayer(NamedTuple):
         return sum(float(part.square().sum()) for part in self if part is not None)
 
     def __call__(self, features: Tensor) -> Tensor:  # (N, C)
-        """What the layer says of features."""
-        said = features @ self.weight.mT
-        return said if self.bias is None else said + self.bias
+        """The outputs of the layer."""
+        outputs = features @ self.weight.mT
+        return outputs if self.bias is None else outputs + self.bias
 
 
 def require_last_layer(backbone: Backbone | None) -> None:
@@ -107,10 +106,10 @@ def solve(outputs: Outputs, home: torch.device) -> LastLayer:
         )
     gram = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=home)
     cross = gram.new_zeros(width + 1, outputs.outputs.shape[1:].numel())
-    for features, said in pieces(outputs, home):
+    for features, y, _ in pieces(outputs, home):
         x = with_one(features)
         gram.addmm_(x.mT, x)
-        cross.addmm_(x.mT, said)
+        cross.addmm_(x.mT, y)
     x_mean, y_mean = gram[:-1, -1] / rows, cross[-1] / rows
     values, vectors = torch.linalg.eigh(gram[:-1, :-1] / rows - torch.outer(x_mean, x_mean))
     seen = values > SPECK * values[-1].clamp_min(torch.finfo(torch.float64).tiny)
@@ -123,19 +122,21 @@ def residual(layer: LastLayer, outputs: Outputs, home: torch.device) -> float:
     """How far the layer is from giving the outputs, as a share of their spread."""
     wrong = total = 0.0
     centre = columns(outputs.spread(2**16).outputs).mean(0).to(home)
-    for x, y in pieces(outputs, home):
+    for x, y, _ in pieces(outputs, home):
         wrong += float((layer(x) - y).square().sum())
         total += float((y - centre).square().sum())
     return math.sqrt(wrong / total) if total > 0.0 else (0.0 if wrong == 0.0 else math.inf)
 
 
-def pieces(outputs: Outputs, home: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Features and outputs, some rows at a time, in float64."""
+def pieces(outputs: Outputs, home: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Features, outputs and targets, some rows at a time, in float64."""
     assert outputs.features is not None
-    size = max(1, VALUES_AT_ONCE // max(outputs.features.shape[1], outputs.outputs.shape[1:].numel()))
+    assert outputs.targets is not None
+    size = rows_that_fit(max(outputs.features.shape[1], outputs.outputs.shape[1:].numel()))
     for start in range(0, len(outputs), size):
-        rows = slice(start, start + size)
-        yield outputs.features[rows].to(home).double(), columns(outputs.outputs[rows].to(home))
+        part = slice(start, start + size)
+        x = outputs.features[part].to(home).double()
+        yield x, columns(outputs.outputs[part].to(home)), columns(outputs.targets[part].to(home))
 
 
 def with_one(features: Tensor) -> Tensor:  # (N, D + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -18,6 +19,7 @@ from posthoc.fmgp.inducing_points import distinct
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
+from posthoc.methods.laplace.curvature import eigen
 from posthoc.methods.laplace.laplace import linearized
 from posthoc.methods.laplace.last_layer import find_last_layer, with_one
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
@@ -83,7 +85,6 @@ class ELLA(NTKMethod):
     name = "ella"
     Config = ELLAConfig
     config: ELLAConfig
-    _fitted: FittedELLA | None
 
     def _suited(self, likelihood: Any) -> Likelihood:
         return linearized(likelihood)
@@ -91,38 +92,32 @@ class ELLA(NTKMethod):
     @property
     def prior_precision(self) -> float:
         """The precision of the weights' prior, as chosen or given."""
-        self._require_fitted("prior_precision")
-        assert self._fitted is not None
-        return float(self._fitted.prior_precision)
+        return float(self._require_fitted("prior_precision").prior_precision)
 
     @property
     def rows_used(self) -> int:
         """The number of rows that G was summed over."""
-        self._require_fitted("rows_used")
-        assert self._fitted is not None
-        return int(self._fitted.rows_used)
+        return int(self._require_fitted("rows_used").rows_used)
 
     @torch.no_grad()
     def _fit(self, job: Job) -> FittedELLA:
         device = self._home(job.train.outputs.device)
         likelihood = self._start_likelihood(job.val if job.val is not None else job.train, device)
         if self.config.weights == "all":
-            directions = leading(self._draw_gradients(job)[0], self.config.num_features)[0]
+            directions, classes = leading(self._draw_gradients(job)[0], self.config.num_features)[0], None
             job = self._with_features(job, directions)
             theta = torch.cat([weight.reshape(-1) for weight in self._jacobian().weights.values()])
-            fitted = FittedELLA(likelihood, directions, None)
             along = (directions.to(theta) @ theta).double()
         else:
             directions, classes, along = self._last_layer_directions(job.train, device)
-            fitted = FittedELLA(likelihood, directions, classes)
-        fitted = fitted.to(device)
+        fitted = FittedELLA(likelihood, directions, classes).to(device)
         sums = self._gauss_newton(job, fitted, early_stop=job.val is not None and self.config.early_stop)
         if job.val is not None:
-            best = best_on(job.val, fitted, list(candidates(sums, self._precisions(job.train, fitted), likelihood)))
+            fitted.take(
+                best_on(job.val, fitted, list(candidates(sums, self._precisions(job.train, fitted), likelihood)))
+            )
         else:
-            ((rows, g),) = sums.items()
-            best = of_most_evidence(rows, g, likelihood, along.to(device), job.num_data, self.config.prior_precision)
-        fitted.take(best)
+            fitted.take(self._most_likely(job, likelihood, sums[len(job.train)], float(along.square().sum())))
         return fitted
 
     def _last_layer_directions(self, train: Outputs, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,6 +165,17 @@ class ELLA(NTKMethod):
         size = float(fitted.features(some).square().sum(-1).mean())
         return [(size or 1.0) / prior for prior in PRIORS]
 
+    def _most_likely(self, job: Job, likelihood: Likelihood, g: Tensor, square_norm: float) -> Candidate:
+        """The candidate of the largest marginal likelihood, with the squared norm of the weights that may move."""
+        (values, vectors), count, error = eigen(g), 0.0, None
+        if isinstance(likelihood, Gaussian):  # whose residuals have unit mean square
+            count = float(job.num_data * len(likelihood.scale))
+            error = values.new_tensor([count])
+        noise, precision = best_evidence(
+            values[None], square_norm, count=count, square_error=error, precision=self.config.prior_precision
+        )
+        return Candidate(len(job.train), values, vectors, precision, float(noise))
+
     def _predictor(self, fitted: FittedELLA, *, covariance: bool) -> Callable[[Outputs], Predictive]:
         dense = self._dense(covariance)
 
@@ -181,9 +187,7 @@ class ELLA(NTKMethod):
         return predict
 
     def _rows_at_once(self) -> int:
-        assert self._fitted is not None
-        outputs = torch.Size(self._width or ()).numel()
-        return min(super()._rows_at_once(), rows_that_fit(outputs * len(self._fitted.factor)))
+        return min(super()._rows_at_once(), rows_that_fit(math.prod(self._width or ()) * len(self._fitted.factor)))
 
     def _tangent_features(self, jacobian: Jacobian, tangents: Tensor, batch: Batch) -> Tensor:  # (N, C K)
         return jacobian.push(batch, tangents).flatten(1)
@@ -297,9 +301,9 @@ def candidates(sums: Mapping[int, Tensor], precisions: list[float], likelihood: 
     """One for each G (by the rows that it was summed over), prior precision and noise."""
     noises = NOISES if isinstance(likelihood, Gaussian) else (1.0,)
     for rows, g in sums.items():
-        values, vectors = torch.linalg.eigh(g)
+        values, vectors = eigen(g)
         for precision, noise in product(precisions, noises):
-            yield Candidate(rows, values.clamp_min(0.0), vectors, precision, noise)
+            yield Candidate(rows, values, vectors, precision, noise)
 
 
 def best_on(val: Outputs, fitted: FittedELLA, tried: list[Candidate]) -> Candidate:
@@ -316,27 +320,6 @@ def best_on(val: Outputs, fitted: FittedELLA, tried: list[Candidate]) -> Candida
             predictive = fitted.likelihood.predictive(part.outputs, FactorLatent(along * candidate.scales()))
             scores[i] += float(predictive.log_prob(part.targets).double().sum())
     return tried[int(scores.argmax())]
-
-
-def of_most_evidence(
-    rows: int,
-    g: Tensor,  # (K, K), for a noise of one
-    likelihood: Likelihood,
-    along: Tensor,  # (K,), the network's weights along the directions
-    num_data: int,
-    prior_precision: float | None,
-) -> Candidate:
-    """The candidate of the largest marginal likelihood, with the weights that may move: those along the directions."""
-    values, vectors = torch.linalg.eigh(g)
-    values, count, error = values.clamp_min(0.0), 0.0, None
-    if isinstance(likelihood, Gaussian):  # whose residuals have unit mean square
-        count = float(num_data * len(likelihood.scale))
-        error = values.new_tensor([count])
-    square_norm = float(along.square().sum())
-    noise, precision = best_evidence(
-        values[None], square_norm, count=count, square_error=error, precision=prior_precision
-    )
-    return Candidate(rows, values, vectors, precision, float(noise) if error is not None else 1.0)
 
 
 def set_relative_noise(likelihood: Likelihood, noise: float) -> None:

@@ -22,7 +22,6 @@ from posthoc.fmgp.estimator import decode_points, encode_classes, encode_points
 from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.fmgp.inducing_points import Inducing
 from posthoc.fmgp.minibatches import PointView
-from posthoc.fmgp.ood import OutOfDistribution
 from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
 from posthoc.fmgp.selection import VarianceForm
@@ -100,7 +99,6 @@ class VaLLA(NTKMethod):
     trains = True
     history = History()
     """The losses and validation scores of the last fit."""
-    _fitted: FittedVaLLA | None
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         super().__init__(model, likelihood, **options)
@@ -114,9 +112,8 @@ class VaLLA(NTKMethod):
     @property
     def prior_precision(self) -> float:
         """1/σ₀² as learned or given, in the units of the weights."""
-        self._require_fitted("prior_precision")
-        assert self._fitted is not None
-        return float(self._fitted.kernel.log_variance.detach().neg().exp())
+        kernel = self._require_fitted("prior_precision").process.kernel
+        return float(kernel.log_variance.detach().neg().exp())
 
     def _fit(self, job: Job) -> FittedVaLLA:
         if self._likelihood.draws and not Ranks().alone:
@@ -129,7 +126,7 @@ class VaLLA(NTKMethod):
         train = job.train.only("features")
         fitted = self._untrained(train, likelihood, gradients, owners)
         if job.val is not None and self.config.prior_precision is None and self.config.steps:
-            start_where_best(fitted.kernel, fitted.validation_score(job.val))
+            start_where_best(fitted.process.kernel.get_parameter("log_variance"), fitted.validation_score(job.val))
         view, form = PointView(train, fitted.coordinates), VarianceForm("per_output")
         self.history = train_fitted(fitted, job, form, self.config.alpha, self.config.training, view)
         return fitted
@@ -175,7 +172,6 @@ class VaLLA(NTKMethod):
         return predict
 
     def _rows_at_once(self) -> int:
-        assert self._fitted is not None
         outputs = math.prod(self._width or ()) if self.config.weights == "all" or self._dense(False) else 1
         return min(super()._rows_at_once(), rows_that_fit(outputs * len(self._fitted.process.l_raw)))
 
@@ -209,25 +205,10 @@ class VaLLA(NTKMethod):
 class FittedVaLLA(FittedFMGP):
     """A fitted process, and the gradients at its inducing points where they are of all weights."""
 
-    def __init__(
-        self,
-        process: Process,
-        coordinates: Coordinates,
-        likelihood: Likelihood,
-        ood: OutOfDistribution | None = None,
-        *,
-        has_variance: bool = True,
-        gradients: Tensor | None = None,  # (M, P)
-    ) -> None:
-        super().__init__(process, coordinates, likelihood, ood, has_variance=has_variance)
-        self.register_buffer("tangents", gradients)
+    def __init__(self, *parts: Any, gradients: Tensor | None = None, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self.register_buffer("tangents", gradients)  # (M, P)
         self.tangents: Tensor
-
-    @property
-    def kernel(self) -> LastLayerNTK:
-        """The kernel, whose variance is σ₀²."""
-        assert isinstance(self.process.kernel, LastLayerNTK)
-        return self.process.kernel
 
 
 class TangentProcess(Process):
@@ -270,18 +251,17 @@ class TangentProcess(Process):
 
     def _units_and_variance(self) -> tuple[Tensor, Tensor]:  # (C,), what turns outputs into units of training, and ()
         assert self.coupling is not None
-        assert isinstance(self.kernel, LastLayerNTK)
-        return self.coupling.diagonal().sqrt(), self.kernel.log_variance.exp()
+        return self.coupling.diagonal().sqrt(), self.kernel.get_parameter("log_variance").exp()
 
 
 @torch.no_grad()
-def start_where_best(kernel: LastLayerNTK, score: Callable[[], float]) -> None:
+def start_where_best(log_variance: Tensor, score: Callable[[], float]) -> None:
     """Sets σ₀² to the best power of ten, relative to what it is. Data that the network has memorized only ever ask for
     less variance: where training starts is then as important as where it stops."""
-    middle = float(kernel.log_variance)
+    middle = float(log_variance)
 
     def at(power: int) -> float:
-        kernel.log_variance.fill_(middle + power * math.log(10.0))
+        log_variance.fill_(middle + power * math.log(10.0))
         return score()
 
     at(min(POWERS, key=at))
