@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,13 +9,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from posthoc.base import FeatureConfig, Fitted, Job, Method, TrainingConfig, option
+from posthoc.base import (
+    CHUNK,
+    TYPICAL_ROWS,
+    FeatureConfig,
+    Fitted,
+    Job,
+    Method,
+    TrainingConfig,
+    option,
+    targets_of,
+)
 from posthoc.collect.outputs import Outputs
-from posthoc.errors import DataError, LayerError
-from posthoc.fmgp.coordinates import Coordinates, location_and_scale
+from posthoc.errors import LayerError
+from posthoc.fmgp.coordinates import Coordinates
 from posthoc.fmgp.inducing_points import kmeans
 from posthoc.fmgp.minibatches import DrawnBatches, PointView
 from posthoc.fmgp.objective import TrainingBatch
+from posthoc.kernels import RBF
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.numerics import rows_that_fit
@@ -35,8 +45,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sparse": {"steps": 2000, "lr": 0.02, "batch_size": 256},
 }
 """Training options that were not given: few steps on all the data, or many on mini-batches."""
-TYPICAL = 2**16
-"""Rows that units are taken from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,19 +105,9 @@ class GP(Method):
         require("gpytorch", "gp", "A Gaussian process")
 
     def _fit(self, job: Job) -> FittedGP:
-        if job.train.space(self.config.on) is None:
-            other = "features" if self.config.on == "inputs" else "inputs"
-            raise DataError(
-                f'Expected {self.config.on} for the kernel to look at, got none. Give them, or use on="{other}".'
-            )
-        device = self._home(job.train.outputs.device)
-        outputs = job.train.only(self.config.on)
-        fitted = self._started(outputs, device)
-        kind = fitted.process.shape()["kind"]
-        training = self.config.resolved(kind)
-        view = PointView(with_prior(outputs, fitted.centre), fitted.coordinates)
-        size = len(outputs) if kind == "exact" else training.batch_size
-        source = DrawnBatches(view, fitted.likelihood, size, training.seed, Ranks())
+        fitted, view = self._untrained(job.train, self._home(job.train.outputs.device))
+        training = self.config.resolved(fitted.process.kind)
+        size = len(view) if fitted.process.kind == "exact" else training.batch_size
 
         def objective(batch: TrainingBatch) -> Tensor:
             return fitted.process.loss(batch.points[self.config.on], batch.target, fitted.likelihood, job.num_data)
@@ -117,58 +115,49 @@ class GP(Method):
         history = train(
             objective,
             fitted.parameters(),
-            source,
+            DrawnBatches(view, fitted.likelihood, size, training.seed, Ranks()),
             training,
-            score=validation_score(fitted, job.val) if job.val is not None else None,
+            score=fitted.validation_score(job.val) if job.val is not None else None,
             checkpoint=job.checkpoint,
             cuda_graph=False,  # a Cholesky factor that fails has to warn or raise
         )
         self.history, self._posterior = history, None
         return fitted
 
-    def _started(self, outputs: Outputs, device: torch.device) -> FittedGP:
-        """An untrained process in the units of the data."""
+    def _untrained(self, train: Outputs, device: torch.device) -> tuple[FittedGP, PointView]:
+        """An untrained process in the units of the data, and the data as it sees them."""
         from posthoc.methods.gp_processes import Exact, Sparse
 
-        typical = outputs.spread(TYPICAL).to(device)
-        points = typical.space(self.config.on)
-        assert points is not None
-        assert typical.targets is not None
-        coordinates = Coordinates({self.config.on: points.shape[1]}, self.config.on).to(device)
-        location, scale = location_and_scale(points)
-        coordinates.get_buffer(f"{self.config.on}_location").copy_(location)
-        coordinates.get_buffer(f"{self.config.on}_scale").copy_(scale)
-        centre = columns(typical.targets).mean(0) if self.config.mean == "zero" else None
-        likelihood = copy.deepcopy(self._likelihood).to(device)
-        assert isinstance(likelihood, Gaussian)
-        likelihood.initialize(with_prior(typical, centre).outputs, typical.targets)
-        num_outputs = outputs.outputs[0].numel()
-        view = PointView(with_prior(outputs, centre), coordinates)
+        on, typical = self.config.on, train.spread(TYPICAL_ROWS).to(device)
+        coordinates = Coordinates.of(typical, RBF(on=on), standardize=True)
+        center = columns(targets_of(typical)).mean(0) if self.config.mean == "zero" else None
+        residual = with_prior(train.only(on), center)
+        likelihood = self._start_likelihood(residual, device)
+        view, outputs = PointView(residual, coordinates), train.outputs[0].numel()
         process: Process
-        if len(outputs) ** 2 * num_outputs <= self.config.exact_up_to**2:
+        if len(train) ** 2 * outputs <= self.config.exact_up_to**2:
             everything = view.batch(likelihood, slice(None))
-            process = Exact(everything.points[self.config.on], everything.target)
+            process = Exact(everything.points[on], everything.target)
         else:
             generator = torch.Generator().manual_seed(self.config.seed)
-            process = Sparse(kmeans(view, self.config.num_inducing, generator)[self.config.on].to(device), num_outputs)
-        return FittedGP(process, coordinates, likelihood, centre)
+            process = Sparse(kmeans(view, self.config.num_inducing, generator)[on].to(device), outputs)
+        return FittedGP(process, coordinates, likelihood, center), view
 
     def _predictor(self, fitted: FittedGP, *, covariance: bool) -> Callable[[Outputs], Predictive]:
         if self._posterior is None:  # computed once: that of an exact process takes as long as a step of the fit
-            self._posterior = fitted.posterior()
+            self._posterior = fitted.process.posterior(fitted.likelihood)
         posterior = self._posterior
 
         def predict(outputs: Outputs) -> Predictive:
-            home = outputs.outputs.device
-            predictive = fitted.predictive(outputs.to(fitted.device), posterior, covariance=covariance)
-            return predictive if fitted.device == home else predictive.to(home)
+            pred = fitted.predictive(outputs.to(fitted.device), posterior, covariance=covariance)
+            return pred.to(outputs.outputs.device)
 
         return predict
 
     def _rows_at_once(self) -> int:
         assert isinstance(self._fitted, FittedGP)
-        shapes = self._fitted.shapes()
-        return min(super()._rows_at_once(), rows_that_fit(shapes["points"] * shapes["outputs"]))
+        points, _, outputs = self._fitted.process.shape
+        return min(super()._rows_at_once(), rows_that_fit(points * outputs))
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
         features = self.config.on == "features"
@@ -180,13 +169,12 @@ class GP(Method):
         return features, not features
 
     def _blank(self, shapes: Mapping[str, Any]) -> FittedGP:
-        from posthoc.methods.gp_processes import rebuilt
+        from posthoc.methods.gp_processes import blank
 
-        likelihood = self._blank_likelihood()
-        assert isinstance(likelihood, Gaussian)
-        centre = torch.zeros(shapes["outputs"], dtype=torch.float64) if self.config.mean == "zero" else None
-        coordinates = Coordinates({self.config.on: shapes["width"]}, self.config.on)
-        return FittedGP(rebuilt(**shapes), coordinates, likelihood, centre)
+        points, width, outputs = shapes["shape"]
+        center = torch.zeros(outputs, dtype=torch.float64) if self.config.mean == "zero" else None
+        process = blank(shapes["kind"], points, width, outputs)
+        return FittedGP(process, Coordinates({self.config.on: width}, self.config.on), self._blank_likelihood(), center)
 
 
 class FittedGP(Fitted):
@@ -194,43 +182,40 @@ class FittedGP(Fitted):
 
     likelihood: Gaussian
 
-    def __init__(self, process: Process, coordinates: Coordinates, likelihood: Gaussian, centre: Tensor | None) -> None:
+    def __init__(
+        self, process: Process, coordinates: Coordinates, likelihood: Likelihood, center: Tensor | None
+    ) -> None:
         super().__init__(likelihood)
         self.process, self.coordinates = process, coordinates
-        self.register_buffer("centre", centre)  # (C,), or None where the network is the prior
-        self.centre: Tensor | None
+        self.register_buffer("center", center)  # (C,), or None where the network is the prior
+        self.center: Tensor | None
 
     def shapes(self) -> dict[str, Any]:
-        return self.process.shape()
-
-    def posterior(self) -> Posterior:
-        return self.process.posterior(self.likelihood)
+        return {"kind": self.process.kind, "shape": list(self.process.shape)}
 
     def predictive(self, outputs: Outputs, posterior: Posterior, *, covariance: bool = False) -> Predictive:
-        """What the posterior says of some rows, in the user's units."""
-        mean, variance = posterior(self.coordinates.points(outputs)[self.coordinates.default])
-        prior, dtype = with_prior(outputs, self.centre).outputs, working_dtype(outputs.outputs)
+        """The predictive distribution of some rows, in the user's units."""
+        mean, variance = posterior(self.coordinates.points(outputs)[self.coordinates.spaces[0]])
+        prior, dtype = with_prior(outputs, self.center).outputs, working_dtype(outputs.outputs)
         moved = (columns(prior) + self.likelihood.scale * mean).to(dtype).reshape(outputs.outputs.shape)
         return self.likelihood.predictive(moved, IndependentLatent(variance), covariance=covariance)
 
+    def validation_score(self, val: Outputs) -> Callable[[], float]:
+        """A function that gives minus the mean log-probability of the validation targets."""
 
-def with_prior(outputs: Outputs, centre: Tensor | None) -> Outputs:
+        def score() -> float:
+            posterior, total = self.process.posterior(self.likelihood), 0.0
+            for rows in torch.arange(len(val)).split(CHUNK):
+                part = val[rows].to(self.device)
+                total -= float(self.predictive(part, posterior).log_prob(part.targets).sum())
+            return total / len(val)
+
+        return score
+
+
+def with_prior(outputs: Outputs, center: Tensor | None) -> Outputs:
     """The outputs, replaced by the mean of the prior where that is not the network's."""
-    if centre is None:
+    if center is None:
         return outputs
-    shape, device = outputs.outputs.shape, outputs.outputs.device
-    return outputs.with_outputs(centre.to(device).expand(len(outputs), -1).reshape(shape))
-
-
-def validation_score(fitted: FittedGP, val: Outputs) -> Callable[[], float]:
-    """Minus the mean log-probability of the validation data, as `predict` would give it."""
-
-    @torch.no_grad()
-    def score() -> float:
-        posterior, total = fitted.posterior(), 0.0
-        for rows in torch.arange(len(val)).split(1024):
-            part = val[rows].to(fitted.device)
-            total -= float(fitted.predictive(part, posterior).log_prob(part.targets).sum())
-        return total / len(val)
-
-    return score
+    rows = center.to(outputs.outputs.device).expand(len(outputs), -1)
+    return outputs.with_outputs(rows.reshape(outputs.outputs.shape))

@@ -26,7 +26,7 @@ from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.numerics import cholesky
 from posthoc.predictive.latent import IndependentLatent
 
-__all__ = ["Exact", "Posterior", "Process", "Sparse", "rebuilt"]
+__all__ = ["Exact", "Posterior", "Process", "Sparse", "blank"]
 
 Posterior = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From points (N, D) to the latent mean and variance there, both (N, C)."""
@@ -34,6 +34,8 @@ Posterior = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 class Exact(nn.Module):
     """All the data, one Cholesky factor for each output."""
+
+    kind = "exact"
 
     def __init__(
         self,
@@ -67,13 +69,16 @@ class Exact(nn.Module):
         noise = likelihood.noise.reshape(-1, 1).expand(self.y.mT.shape)
         return self.kernel(self.x).to_dense() + torch.diag_embed(noise)
 
-    def shape(self) -> dict[str, Any]:
-        """What `rebuilt` needs."""
-        return {"kind": "exact", "points": len(self.x), "width": self.x.shape[1], "outputs": self.y.shape[1]}
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The numbers of points, of their dimensions, and of outputs."""
+        return len(self.x), self.x.shape[1], self.y.shape[1]
 
 
 class Sparse(ApproximateGP):  # type: ignore[misc]
     """A stochastic variational GP: M inducing points for each output, and a Gaussian over the values there."""
+
+    kind = "sparse"
 
     def __init__(
         self,
@@ -107,10 +112,11 @@ class Sparse(ApproximateGP):  # type: ignore[misc]
 
         return at
 
-    def shape(self) -> dict[str, Any]:
-        """What `rebuilt` needs."""
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The numbers of points, of their dimensions, and of outputs."""
         outputs, points, width = self.variational_strategy.inducing_points.shape
-        return {"kind": "sparse", "points": points, "width": width, "outputs": outputs}
+        return points, width, outputs
 
 
 Process = Exact | Sparse
@@ -143,10 +149,10 @@ def solved(
     return factor, torch.cholesky_solve(y.unsqueeze(-1), factor).squeeze(-1)
 
 
-def rebuilt(kind: str, points: int, width: int, outputs: int) -> Process:
+def blank(kind: str, points: int, width: int, outputs: int) -> Process:
     """A process of this shape, to load a state into."""
     z = torch.zeros(points, width, dtype=torch.float64)
-    return Exact(z, torch.zeros(points, outputs, dtype=torch.float64)) if kind == "exact" else Sparse(z, outputs)
+    return Exact(z, z.new_zeros(points, outputs)) if kind == "exact" else Sparse(z, outputs)
 
 
 def rbf(width: int, outputs: int) -> ScaleKernel:
@@ -172,6 +178,6 @@ def explained() -> Iterator[None]:
         yield
     except (NanError, NotPSDError) as error:
         raise TrainingError(
-            f"The Gaussian process lost its footing ({str(error).splitlines()[0]}). Lower the learning rate, use fewer "
-            "inducing points, or check the data for extreme values."
+            f"Expected a covariance that can be factorized, got one that cannot ({str(error).splitlines()[0]}). Lower "
+            "the learning rate, use fewer inducing points, or check the data for extreme values."
         ) from error

@@ -6,7 +6,6 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,15 +20,15 @@ from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.laplace.laplace import linearized
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
+from posthoc.methods.laplace.posterior import use_one_unit
 from posthoc.methods.weights.network import NetworkMethod
+from posthoc.numerics import rows_that_fit
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import DenseLatent
 
 __all__ = ["LaplaceTorch"]
 
-MOST_NUMBERS = 2**24
-"""Numbers in the Jacobians of one prediction, rows x outputs x weights: 64 MB in float32."""
 COPIES = 4
 """Matrices over all weights that exist at once."""
 
@@ -94,17 +93,14 @@ class LaplaceTorch(NetworkMethod):
     @property
     def prior_precision(self) -> float:
         """The fitted precision of the weights' prior."""
-        self._require_fitted("prior_precision")
-        assert isinstance(self._fitted, FittedLaplaceTorch)
-        return float(self._fitted.approximation.prior_precision)
+        return float(self._require_fitted("prior_precision").approximation.prior_precision)
 
     def _fit(self, job: Job) -> FittedLaplaceTorch:
         laplace = require("laplace", "laplace", "A Laplace approximation over these weights")
-        likelihood, width = copy.deepcopy(self._likelihood).to(job.train.outputs.device), job.train.outputs.shape[1:]
-        likelihood.initialize(job.train.outputs, job.targets)
+        likelihood = self._start_likelihood(job.train, job.train.outputs.device)
         network = FlatOutputs(copy.deepcopy(self.module).eval(), self._answer)
         chosen = {} if self.indices is None else {"subnetwork_indices": self.indices}
-        with quiet():
+        with warnings.catch_warnings(action="ignore"):  # the user can do nothing about what laplace-torch warns of
             approximation = laplace.Laplace(
                 network,
                 self._likelihood.task,
@@ -112,10 +108,10 @@ class LaplaceTorch(NetworkMethod):
                 hessian_structure=self.config.curvature,
                 **chosen,
             )
-            approximation.fit(Loader(self, job.data, len(job.train), width))
+            approximation.fit(Loader(self, job))
             noise = maximize_evidence(approximation, self.config.prior_precision, likelihood)
         if isinstance(likelihood, Gaussian):
-            likelihood.scale = likelihood.scale.square().mean().sqrt().expand(len(likelihood.scale)).clone()
+            use_one_unit(likelihood)
             likelihood.set_noise(noise)
         return FittedLaplaceTorch(likelihood, approximation)
 
@@ -123,10 +119,10 @@ class LaplaceTorch(NetworkMethod):
         def predict(batch: Batch) -> Predictive:
             outputs, x = self._answer(self.module, batch), one_tensor(batch)
             likelihood, width = fitted.likelihood.to(outputs.device), outputs.shape[1:].numel()
-            rows = max(1, MOST_NUMBERS // (width * self.num_weights))
+            rows = rows_that_fit(width * self.num_weights)
             # laplace-torch's own way to the Gaussian over the outputs: its public call gives class probabilities.
             parts = [fitted.approximation._glm_predictive_distribution(part)[1].double() for part in x.split(rows)]
-            v = torch.cat(parts).reshape(-1, width, width) if parts else outputs.new_zeros(0, width, width).double()
+            v = torch.cat(parts).reshape(-1, width, width)
             if isinstance(likelihood, Gaussian):
                 v = v / torch.outer(likelihood.scale, likelihood.scale)
             return likelihood.predictive(outputs, DenseLatent(v), covariance=self._dense(covariance))
@@ -160,36 +156,35 @@ class FlatOutputs(nn.Module):
 class Loader:
     """The data as laplace-torch reads them: batches of inputs and targets, and a `dataset` with a length."""
 
-    def __init__(self, method: LaplaceTorch, data: Any, rows: int, width: torch.Size) -> None:
-        self.method, self.data, self.dataset, self.width = method, data, range(rows), width
+    def __init__(self, method: LaplaceTorch, job: Job) -> None:
+        self.method, self.data, self.dataset, self.width = method, job.data, job.train, job.train.outputs.shape[1:]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        dtype = next(self.method.module.parameters()).dtype
+        weight = next(self.method.module.parameters())
         for batch in self.method._batches(self.data, self.method.config.batch_size):
             x = one_tensor(batch)
-            like = torch.zeros(len(x), *self.width, dtype=dtype, device=x.device)
-            y = self.method._likelihood.check_targets(batch.target, like)
-            yield x, y if self.method._likelihood.task == "classification" else y.to(like).reshape(len(x), -1)
+            y = self.method._likelihood.check_targets(batch.target, weight.new_zeros(len(x), *self.width))
+            yield x, y if self.method._likelihood.task == "classification" else y.to(weight).reshape(len(x), -1)
 
 
 def subnetwork_indices(module: nn.Module, subnetwork: int | Sequence[str] | None) -> Tensor | None:
     """The numbers of a subnetwork's weights among all that are not frozen."""
-    free = [(name, p.detach()) for name, p in module.named_parameters() if p.requires_grad]
+    free = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
     if not free:
         raise OptionError("laplace-torch needs weights that are not frozen: call requires_grad_() on some of them.")
     if subnetwork is None:
         return None
     if isinstance(subnetwork, int):
-        size = torch.cat([p.reshape(-1).abs() for _, p in free])
+        size = torch.cat([p.reshape(-1).abs() for p in free.values()])
         return size.argsort(descending=True, stable=True)[: max(1, subnetwork)].sort().values.cpu()
     for name in subnetwork:
-        if not any(f"{parameter}.".startswith(f"{name}.") for parameter, _ in free):
+        if not any(parameter == name or parameter.startswith(f"{name}.") for parameter in free):
             raise OptionError(
                 f"Expected subnetwork to name modules or parameters that are not frozen, got {name!r}. The "
-                f"parameters are: {', '.join(parameter for parameter, _ in free)}."
+                f"parameters are: {', '.join(free)}."
             )
     prefixes = tuple(f"{name}." for name in subnetwork)
-    mask = [torch.full((p.numel(),), f"{parameter}.".startswith(prefixes)) for parameter, p in free]
+    mask = [torch.full((p.numel(),), f"{parameter}.".startswith(prefixes)) for parameter, p in free.items()]
     return torch.cat(mask).nonzero().squeeze(-1)
 
 
@@ -228,11 +223,3 @@ def one_tensor(batch: Batch) -> Tensor:
             f"{' by name' if batch.kwargs else ''}: wrap the network, or use a method that needs outputs alone."
         )
     return batch.args[0]
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warnings of laplace-torch, which the user can do nothing about."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
