@@ -406,7 +406,7 @@ def test_kernel_on_what_the_outputs_lack_is_refused(space: Any) -> None:
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan, math.inf])
 def test_alpha_outside_its_range_is_refused(alpha: float) -> None:
-    with pytest.raises(OptionError, match=rf"alpha to be a number of at least 0.0 and of at most 1.0, got {alpha}"):
+    with pytest.raises(OptionError, match=rf"alpha to be a number of at least 0 and of at most 1, got {alpha}"):
         regression(alpha=alpha)
 
 
@@ -427,8 +427,8 @@ def test_alpha_other_than_one_is_refused_where_the_training_form_ignores_it(alph
         ({"batch_size": 0}, "batch_size to be an integer of at least 1, got 0"),
         ({"eval_every": 0}, "eval_every to be an integer of at least 1, got 0"),
         ({"seed": -1}, "seed to be an integer of at least 0 .*, got -1"),
-        ({"lr": 0.0}, "lr to be a number above 0.0 or None, got 0.0"),
-        ({"lr": math.nan}, "lr to be a number above 0.0 or None, got nan"),
+        ({"lr": 0.0}, "lr to be a number above 0 or None, got 0.0"),
+        ({"lr": math.nan}, "lr to be a number above 0 or None, got nan"),
         ({"patience": 0}, "patience to be an integer of at least 1 or None, got 0"),
         ({"variance": "diagonal"}, "'auto', 'per_output', 'shared', 'separable', got 'diagonal'"),
         ({"inducing": "grid"}, "'kmeans', 'random', 'per_class', got 'grid'"),

@@ -460,7 +460,7 @@ def another_version(path: Path) -> None:
     tensors = safetensors.torch.load_file(path)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-    safetensors.torch.save_file(tensors, path, {"posthoc": metadata["posthoc"].replace('"version": 1', '"version": 2')})
+    safetensors.torch.save_file(tensors, path, {"posthoc": metadata["posthoc"].replace('"version": 2', '"version": 3')})
 
 
 def one_bit(path: Path) -> None:

@@ -33,7 +33,7 @@ from posthoc import (
     Outputs,
     White,
 )
-from posthoc.io import head_sha256
+from posthoc.io import contents_sha256
 from tests.cases import QUICK, N, answers, inputs, labels, mlp, numbers, recorded, same, values
 
 CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {  # outputs, likelihood, options
@@ -81,8 +81,9 @@ def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def rewrite(path: Path, tensors: dict[str, Tensor], header: Any) -> None:
-    """Writes a file that was changed on purpose, with the hash of what it is now."""
-    save_file(tensors, path, {"posthoc": json.dumps({**header, "sha256": head_sha256(tensors, header)})})
+    """Writes a file that was changed on purpose, with the hash of its new contents."""
+    hashed = {name: value for name, value in header.items() if name not in ("format", "version", "sha256")}
+    save_file(tensors, path, {"posthoc": json.dumps({**header, "sha256": contents_sha256(tensors, hashed)})})
 
 
 # The round trip.
@@ -103,22 +104,13 @@ def test_loaded_head_predicts_the_same_to_the_bit(name: str, tmp_path: Path) -> 
     assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("name", ["regression", "classification", "two spaces"])
-def test_equal_fits_are_equal_bytes_wherever_they_are_saved(name: str, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    first, second = tmp_path / "a.safetensors", tmp_path / "elsewhere" / "another_name.bin"
-    case(name)[1].save(first)
-    case(name)[1].save(second)
-    assert first.read_bytes() == second.read_bytes()
-
-
 def test_equal_fits_of_two_processes_are_equal_bytes(tmp_path: Path) -> None:
     code = "import sys; from tests.test_persistence import case; case('two spaces')[1].save(sys.argv[1])"
     root = Path(__file__).parent.parent
-    for seed in ("1", "2"):  # the order of sets differs
-        command = [sys.executable, "-c", code, str(tmp_path / seed)]
-        subprocess.run(command, check=True, cwd=root, env={**os.environ, "PYTHONHASHSEED": seed})
-    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+    command = [sys.executable, "-c", code, str(tmp_path / "theirs")]
+    subprocess.run(command, check=True, cwd=root, env={**os.environ, "PYTHONHASHSEED": "1"})  # another order of sets
+    case("two spaces")[1].save(tmp_path / "ours")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def test_file_holds_neither_paths_nor_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,13 +124,6 @@ def test_file_holds_neither_paths_nor_times(tmp_path: Path, monkeypatch: pytest.
         assert private.encode() not in data
     parts = "classes columns config format likelihood method network rounding selection sha256 shapes version"
     assert sorted(contents(path)[1]) == parts.split()
-
-
-def test_file_does_not_hold_the_network(tmp_path: Path) -> None:
-    model, method = case("regression")
-    method.save(tmp_path / "head.safetensors")
-    kept = {tuple(tensor.shape) for tensor in contents(tmp_path / "head.safetensors")[0].values()}
-    assert tuple(model.get_parameter("0.weight").shape) not in kept
 
 
 def test_kernel_used_twice_can_be_saved(tmp_path: Path) -> None:
@@ -221,16 +206,8 @@ def test_gpytorch_kernel_is_given_again(tmp_path: Path) -> None:
     method, path, kernels = gpytorch_head(tmp_path)
     loaded = FMGP.load(path, model=mlp(), kernel=kernels.RBFKernel())
     assert same(answers(loaded.predict(inputs())), answers(method.predict(inputs())))
-
-
-def test_gpytorch_kernel_that_is_not_given_is_asked_for(tmp_path: Path) -> None:
-    _, path, _ = gpytorch_head(tmp_path)
     with pytest.raises(FileError, match=r"GPyTorch kernel .*RBFKernel.*load\(path, kernel=\.\.\.\)"):
         FMGP.load(path, model=mlp())
-
-
-def test_gpytorch_kernel_of_another_class_is_refused(tmp_path: Path) -> None:
-    _, path, kernels = gpytorch_head(tmp_path)
     with pytest.raises(FileError, match=r"RBFKernel.*MaternKernel"):
         FMGP.load(path, model=mlp(), kernel=kernels.MaternKernel())
 
@@ -324,7 +301,7 @@ def test_a_head_that_was_changed_is_refused(tmp_path: Path) -> None:
         (tensors, {**header, "classes": []}),
     ):
         save_file(changed[0], path, {"posthoc": json.dumps(changed[1])})
-        with pytest.raises(FileError, match=r"SHA-256 \w{12}, found others.*was changed"):
+        with pytest.raises(FileError, match=r"found a SHA-256 that differs.*damaged or changed"):
             FMGP.load(path)
 
 
@@ -372,12 +349,12 @@ def test_tensor_too_many_is_refused(tmp_path: Path) -> None:
         FMGP.load(path, model=mlp())
 
 
-@pytest.mark.parametrize("key", ["config", "likelihood", "shapes", "network", "columns", "sha256"])
+@pytest.mark.parametrize("key", ["config", "likelihood", "shapes", "network", "columns"])
 def test_config_with_a_part_missing_is_refused(key: str, tmp_path: Path) -> None:
     path = saved(tmp_path)
     tensors, config = contents(path)
-    save_file(tensors, path, {"posthoc": json.dumps({k: v for k, v in config.items() if k != key})})
-    with pytest.raises(FileError, match=f"Expected.*{key}"):
+    rewrite(path, tensors, {k: v for k, v in config.items() if k != key})
+    with pytest.raises(FileError, match=f"Expected {key} of type .*found None: save it again"):
         FMGP.load(path, model=mlp())
 
 

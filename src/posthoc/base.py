@@ -35,7 +35,7 @@ from posthoc.errors import (
     PosthocError,
     PosthocWarning,
 )
-from posthoc.io import check_tensors, head_sha256, read_head, write_head
+from posthoc.io import check_tensors, contents_sha256, read_head, write_head
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.registry import make_likelihood
 from posthoc.predictive.base import Predictive
@@ -358,7 +358,7 @@ class Method(ABC):
     def digest(self) -> str:
         """The SHA-256 of what `save` writes: it identifies the fitted head."""
         self._require_fitted("digest")
-        return head_sha256(self._tensors(), self._header())
+        return contents_sha256(self._tensors(), self._header())
 
     @classmethod
     def load(

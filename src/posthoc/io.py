@@ -26,11 +26,8 @@ from posthoc.errors import FileError
 __all__ = [
     "atomic_folder",
     "atomic_path",
-    "changed",
-    "check_config",
     "check_tensors",
     "contents_sha256",
-    "head_sha256",
     "lock",
     "read_head",
     "read_tensors",
@@ -44,9 +41,9 @@ __all__ = [
 ]
 
 HEAD = "posthoc-head"
-VERSION, HEAD_VERSION = 1, 2
-LONGEST_HEADER = 2**24
-"""The largest number of characters in the header of a file."""
+VERSION = 2
+LONGEST_CONFIG = 2**24
+"""The largest number of characters in the config of a file."""
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 """Errors of a disk that are reported with the name of the file that was to be written."""
 
@@ -227,35 +224,44 @@ def write_tensors(
     format: str,
     config: Mapping[str, Any],
     *,
-    version: int = VERSION,
     check: Callable[[Path], object] | None = None,
 ) -> None:
-    """Writes tensors and config; equal contents give equal bytes. `check` may refuse the file before it is there."""
+    """Writes tensors and a config as safetensors. Equal contents give equal bytes.
+
+    Args:
+        path: The file.
+        tensors: Tensors by name.
+        format: What kind of file it is, "posthoc-head" for example.
+        config: JSON to store beside the tensors.
+        check: Called with the path of the complete temporary file. If it raises, nothing is written.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    document = {"format": format, "version": version, **config}
+    document = {"format": format, "version": VERSION, **config, "sha256": contents_sha256(tensors, config)}
     # One metadata key: the order of several would not be fixed.
     metadata = {"posthoc": json.dumps(document, sort_keys=True)}
     plain = {k: v.detach().cpu().contiguous().clone() for k, v in sorted(tensors.items())}
     with writing(path, "Make room, or write elsewhere."), atomic_path(path) as temporary:
         try:
             save_file(plain, temporary, metadata)
-        except SafetensorError as error:  # which is how it tells of a full disk
+        except SafetensorError as error:  # which is how a full disk is reported
             raise OSError(str(error)) from error
         if check is not None:
             check(temporary)
 
 
-def read_tensors(
-    path: str | os.PathLike[str], format: str, *, version: int = VERSION
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and config of a file that `write_tensors` wrote in this format."""
+def read_tensors(path: str | os.PathLike[str], format: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the config of a file that `write_tensors` wrote in this format.
+
+    Raises:
+        FileError: It is another file, of another version, or was changed since it was written.
+    """
     from safetensors import SafetensorError, safe_open
 
-    path = Path(path)
+    path, kind = Path(path), format.removeprefix("posthoc-")
     if not path.is_file():
-        raise FileError(f"Expected a saved {format.removeprefix('posthoc-')}, found no file at {path}.")
+        raise FileError(f"Expected a saved {kind}, found no file at {path}.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -267,21 +273,34 @@ def read_tensors(
         ) from error
     try:
         text = metadata["posthoc"]
-        config = json.loads(text) if len(text) <= LONGEST_HEADER else None
+        document = json.loads(text) if len(text) <= LONGEST_CONFIG else None
     except (KeyError, ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict) or config.get("format") != format:
-        what = format.removeprefix("posthoc-")
-        raise FileError(f"Expected a {what} that posthoc saved, found a safetensors file of another origin: {path}.")
-    if config.get("version") != version:
+        document = None
+    if not isinstance(document, dict) or document.pop("format", None) != format:
+        raise FileError(f"Expected a {kind} that posthoc saved, found a safetensors file of another origin: {path}.")
+    if (version := document.pop("version", None)) != VERSION:
         raise FileError(
-            f"Expected format version {version}, found {config.get('version')} in {path}: "
+            f"Expected format version {VERSION}, found {version!s:.20} in {path}: "
             "load it with the posthoc that wrote it, or fit and save again with this one."
         )
-    return tensors, config
+    if document.pop("sha256", None) != contents_sha256(tensors, document):
+        raise FileError(
+            f"Expected the {kind} as it was written, found a SHA-256 that differs from its contents in {path}: the "
+            "file was damaged or changed. Make it again."
+        )
+    return tensors, document
 
 
-HEAD_PARTS = {
+def contents_sha256(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
+    """The SHA-256 of tensors and of a config."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().reshape(-1).repeat(1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+HEADER = {
     "method": str,
     "config": dict,
     "likelihood": dict,
@@ -290,23 +309,8 @@ HEAD_PARTS = {
     "network": str | None,
     "columns": list | None,
     "classes": list | None,
-    "sha256": str,
 }
 """The types in the header of a head file."""
-
-
-def head_sha256(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
-    """The SHA-256 of the tensors of a head and of the rest of its header."""
-    return contents_sha256(tensors, {k: v for k, v in header.items() if k in HEAD_PARTS and k != "sha256"})
-
-
-def contents_sha256(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
-    """The SHA-256 of tensors and of a config."""
-    hashed = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        hashed.update(tensor.detach().cpu().reshape(-1).repeat(1).view(torch.uint8).numpy().tobytes())
-    return hashed.hexdigest()
 
 
 def write_head(
@@ -316,23 +320,20 @@ def write_head(
     *,
     check: Callable[[Path], object] | None = None,
 ) -> None:
-    """Writes a fitted head; `check` may refuse the file before it is there."""
+    """Writes a fitted head; for `check` see `write_tensors`."""
     require_finite_tensors(path, tensors)
-    header = {**header, "sha256": head_sha256(tensors, header)}
-    write_tensors(path, tensors, HEAD, header, version=HEAD_VERSION, check=check)
+    write_tensors(path, tensors, HEAD, header, check=check)
 
 
 def read_head(path: str | os.PathLike[str], method: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the header of a file that `write_head` wrote, for this method unless for any."""
-    tensors, header = read_tensors(path, HEAD, version=HEAD_VERSION)
-    check_config(path, header, HEAD_PARTS)
+    """The tensors and the header of a file that `write_head` wrote, of this method unless it is None."""
+    tensors, header = read_tensors(path, HEAD)
+    for name, kind in HEADER.items():
+        if name not in header or not isinstance(header[name], kind):
+            found = reprlib.repr(header.get(name))
+            raise FileError(f"Expected {name} of type {kind} in the header of {path}, found {found}: save it again.")
     if method is not None and header["method"] != method:
         raise FileError(f"Expected a head of method {method!r}, found one of {header['method']!r} in {path}.")
-    if header["sha256"] != head_sha256(tensors, header):
-        raise FileError(
-            f"Expected contents with the SHA-256 {header['sha256']:.12}, found others in {path}: the file was changed "
-            "or damaged; save it again."
-        )
     require_finite_tensors(path, tensors)
     return tensors, header
 
@@ -348,49 +349,17 @@ def require_finite_tensors(path: str | os.PathLike[str], tensors: Mapping[str, T
         )
 
 
-def check_config(path: str | os.PathLike[str], config: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Refuses a config whose parts are missing, or of other types than were written."""
-    if missing := parts.keys() - config.keys():
-        names = ", ".join(sorted(missing))
-        raise FileError(f"Expected a config with {names}, found none in {path}: the file was changed; save it again.")
-    for name, kind in parts.items():
-        value = config[name]
-        number = isinstance(value, bool) and kind in (int, int | None)  # to Python, True is one
-        if number or not isinstance(value, kind):
-            raise changed(path, f"{name} {reprlib.repr(value)}, not of type {getattr(kind, '__name__', kind)}")
-
-
-def check_tensors(
-    path: str | os.PathLike[str], found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...] | Tensor]
-) -> None:
-    """Refuses a file whose tensors are not the ones its config describes: each of a shape, or like another tensor in
-    its dtype too."""
-    wrong = sorted(k for k in found.keys() | expected.keys() if not fits(found.get(k), expected.get(k)))
+def check_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuses tensors of other names, shapes or dtypes than those expected."""
+    found, wanted = described(tensors), described(expected)
+    wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     if wrong:
-        wanted = ", ".join(f"{k} {described(expected.get(k))}" for k in wrong)
         raise FileError(
-            f"Expected tensors {wanted}; found {', '.join(f'{k} {described(found.get(k))}' for k in wrong)} in {path}: "
-            "the file was changed; save it again."
+            f"Expected tensors {', '.join(f'{k} {wanted.get(k, 'none')}' for k in wrong)}; "
+            f"found {', '.join(f'{k} {found.get(k, 'none')}' for k in wrong)} in {path}: the file was changed; save it again."
         )
 
 
-def fits(found: Tensor | None, expected: tuple[int, ...] | Tensor | None) -> bool:
-    if found is None or expected is None:
-        return False
-    if isinstance(expected, Tensor):
-        return found.shape == expected.shape and found.dtype == expected.dtype
-    return tuple(found.shape) == expected
-
-
-def described(what: tuple[int, ...] | Tensor | None) -> str:
-    if isinstance(what, Tensor):
-        return f"{tuple(what.shape)} of {str(what.dtype).removeprefix('torch.')}"
-    return "none" if what is None else str(what)
-
-
-def changed(path: str | os.PathLike[str], found: object) -> FileError:
-    """The error for a file whose config cannot be what was written, with what was found in it."""
-    return FileError(
-        f"Expected a config that this version can read, found one in {path} that it cannot ({found}): "
-        "the file was changed; save it again."
-    )
+def described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The shape and dtype of each tensor."""
+    return {name: f"{tuple(t.shape)} of {str(t.dtype).removeprefix('torch.')}" for name, t in tensors.items()}

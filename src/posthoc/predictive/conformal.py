@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from posthoc.errors import DataError, FileError, OptionError, PosthocWarning, WrongTaskError
-from posthoc.io import changed, read_tensors, write_tensors
+from posthoc.io import read_tensors, write_tensors
 from posthoc.predictive.base import LatentGaussian, Predictive, Rows, apply_by_rows, working_dtype
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.regression import RegressionPredictive
@@ -239,7 +239,7 @@ class Conformal:
             spec = dict(config["score"])
             calibration = Calibration(TYPES[spec.pop("type")](**spec), tensors["scores"])
         except (KeyError, TypeError, ValueError) as error:
-            raise changed(path, repr(error)) from error
+            raise FileError(f"{path} cannot be read by this version of posthoc: {error!r:.500}") from error
         if config.get("head") != method.digest():
             raise FileError(
                 f"Expected the calibration of this head, found that of another in {path}: its guarantee would be "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posthoc.errors import FileError
-from posthoc.io import contents_sha256, lock, read_tensors, require_folder, write_tensors
+from posthoc.io import lock, read_tensors, require_folder, write_tensors
 from posthoc.training.adam import FlatAdam
 from posthoc.training.distributed import Ranks
 from posthoc.training.early_stopping import EarlyStopping
@@ -79,7 +79,7 @@ class Checkpoint:
         """
         self.run = json.loads(json.dumps(run))
         if self.resume and self.path.exists():
-            self._require_same_run(self._read()[1]["run"])
+            self._require_same_run(read_tensors(self.path, FORMAT)[1]["run"])
 
     def save(self, optimizer: FlatAdam, stopping: EarlyStopping, step: int, generator: torch.Generator | None) -> None:
         """Writes the state after `step` steps in place of the previous one."""
@@ -91,7 +91,7 @@ class Checkpoint:
             tensors["generator"] = generator.get_state()
         scores = {str(step): score for step, score in history.scores.items()}
         config = {"run": self.run, "step": step, "scores": scores, "best_step": history.best_step}
-        write_tensors(self.path, tensors, FORMAT, {**config, "sha256": contents_sha256(tensors, config)})
+        write_tensors(self.path, tensors, FORMAT, config)
 
     def restore(self, optimizer: FlatAdam, stopping: EarlyStopping, generator: torch.Generator | None) -> int:
         """Restores the state of the last checkpoint.
@@ -101,7 +101,7 @@ class Checkpoint:
         """
         if not (self.resume and self.path.exists()):
             return 0
-        tensors, config = self._read()
+        tensors, config = read_tensors(self.path, FORMAT)
         state = [tensors.get(f"state.{i}") for i in range(len(optimizer.state))]
         best = [tensors.get(f"best.{i}") for i in range(len(stopping.best))]
         for found, expected in zip([*state, *best], [*optimizer.state, *stopping.best], strict=True):
@@ -116,16 +116,6 @@ class Checkpoint:
         if generator is not None:
             generator.set_state(tensors["generator"])
         return int(config["step"])
-
-    def _read(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, header = read_tensors(self.path, FORMAT)
-        config = {name: header.get(name) for name in ("run", "step", "scores", "best_step")}
-        if header.get("sha256") != contents_sha256(tensors, config):
-            raise FileError(
-                f"Expected the checkpoint as it was written, found one whose SHA-256 differs: {self.path} was damaged. "
-                "Delete it and start the fit again."
-            )
-        return tensors, config
 
     def _require_same_run(self, run: Mapping[str, Any]) -> None:
         ours, theirs = flattened(self.run), flattened(run)
