@@ -426,9 +426,9 @@ def test_a_saved_calibration_goes_with_its_head(kind, task, score, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"score": {"type": "lucky"}}, "a config that this version can read"),
-        ({"score": {"type": "APS", "colour": 3}}, "a config that this version can read"),
-        ({"score": {"type": "APS", "penalty": -1.0}}, "a config that this version can read"),
+        ({"score": {"type": "lucky"}}, "cannot be read by this version of posthoc"),
+        ({"score": {"type": "APS", "colour": 3}}, "cannot be read by this version of posthoc"),
+        ({"score": {"type": "APS", "penalty": -1.0}}, "cannot be read by this version of posthoc"),
         ({"head": "0" * 64}, "found that of another"),
     ],
 )

@@ -354,9 +354,11 @@ def check_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], e
     found, wanted = described(tensors), described(expected)
     wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     if wrong:
+        expected_text, found_text = (
+            ", ".join(f"{name} {side.get(name, 'none')}" for name in wrong) for side in (wanted, found)
+        )
         raise FileError(
-            f"Expected tensors {', '.join(f'{k} {wanted.get(k, 'none')}' for k in wrong)}; "
-            f"found {', '.join(f'{k} {found.get(k, 'none')}' for k in wrong)} in {path}: the file was changed; save it again."
+            f"Expected tensors {expected_text}; found {found_text} in {path}: the file was changed; save it again."
         )
 
 
