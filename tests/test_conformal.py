@@ -112,12 +112,17 @@ def beta_law(covered: list[int], new: int, n: int, level: float) -> float:
     return float(stats.kstest(low + (high - low) * g.uniform(size=len(covered)), "uniform").pvalue)
 
 
-@pytest.mark.parametrize(("n", "level"), [(9, 0.9), (30, 0.5), (57, 0.8)])
-def test_intervals_cover_by_the_exact_law_though_the_method_is_wrong(n, level):
+@pytest.mark.parametrize(
+    ("outputs", "score", "n", "level"),
+    [(1, None, 9, 0.9), (1, None, 30, 0.5), (3, "per_output", 57, 0.8), (3, "joint", 30, 0.8)],
+)
+def test_intervals_cover_by_the_exact_law_though_the_method_is_wrong(outputs, score, n, level):
     covered = []
     for seed in range(300):
-        new, y = drawn_values(100, seed + 10_000)
-        covered.append(int(answers(*drawn_values(n, seed), new).covers(y, level).sum()))
+        new, y = drawn_values(100, seed + 10_000, outputs=outputs)
+        inside = answers(*drawn_values(n, seed, outputs=outputs), new, score).covers(y, level)
+        assert inside.shape == ((100,) if score == "joint" else (100, outputs))
+        covered.append(int(inside.reshape(100, -1)[:, -1].sum()))
     assert beta_law(covered, 100, n, level) > 1e-3
 
 
@@ -129,21 +134,6 @@ def test_sets_cover_by_the_exact_law_though_the_method_is_wrong(n, level, score)
         new, y = drawn_classes(100, seed + 10_000)
         covered.append(int(answers(*drawn_classes(n, seed), new, score).covers(y, level).sum()))
     assert beta_law(covered, 100, n, level) > 1e-3
-
-
-def test_a_joint_box_covers_all_outputs_at_once_and_intervals_each_alone():
-    joint, alone = [], []
-    for seed in range(300):
-        data, (new, y) = drawn_values(30, seed, outputs=3), drawn_values(100, seed + 10_000, outputs=3)
-        box = answers(*data, new, "joint").covers(y, 0.8)
-        assert box.shape == (100,)
-        joint.append(int(box.sum()))
-        each = answers(*data, new).covers(y, 0.8)
-        assert each.shape == (100, 3)
-        alone.append(int(each[:, 1].sum()))
-        assert each.all(1).sum() < box.sum()
-    assert beta_law(joint, 100, 30, 0.8) > 1e-3
-    assert beta_law(alone, 100, 30, 0.8) > 1e-3
 
 
 def test_a_classifier_better_than_the_level_says_one_class():

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from posthoc import FMGP, Outputs
-from posthoc.errors import OptionError
 from posthoc.evaluate.metrics import coverage, crps, nll
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.learned_noise import MixtureNoise
@@ -95,12 +94,6 @@ def test_saved_and_loaded_it_says_the_same(model: FMGP, test_rows: Outputs, tmp_
     assert again.digest() == model.digest()
 
 
-def test_a_fit_can_be_repeated(test_rows: Outputs) -> None:
-    data, rows = skewed(250, 2), test_rows[:20]
-    first, second = (fitted(data, steps=20).predict(rows).log_prob(rows.targets) for _ in range(2))
-    assert torch.equal(first, second)
-
-
 def test_each_output_has_its_own_mixture() -> None:
     data, new = skewed(1000, 0, outputs=2), skewed(5000, 1, outputs=2)
     assert new.targets is not None
@@ -174,14 +167,3 @@ def test_the_energy_is_the_log_density_of_the_mixture() -> None:
     parts = torch.distributions.Normal(total.sqrt() * mixture.shifts, total.sqrt() * mixture.spreads)
     expected = (mixture.weights * parts.log_prob(target).exp()).sum(-1).log()
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize(("rows", "steps"), [(50, 200), (1600, 280), (100_000, 2000)])
-def test_steps_grow_with_the_root_of_the_rows(rows: int, steps: int) -> None:
-    assert FMGP(None, "regression").config.training(rows).steps == steps
-    assert FMGP(None, "regression", steps=77).config.training(rows).steps == 77
-
-
-def test_unknown_residuals_are_refused() -> None:
-    with pytest.raises(OptionError, match="residuals"):
-        FMGP(None, "regression", residuals="cauchy")  # type: ignore[arg-type]
