@@ -136,18 +136,6 @@ def test_sets_cover_by_the_exact_law_though_the_method_is_wrong(n, level, score)
     assert beta_law(covered, 100, n, level) > 1e-3
 
 
-def test_a_classifier_better_than_the_level_says_one_class():
-    logits = drawn_classes(4000, 0, sure=8.0)[0].latent.mean
-    right = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(1)).squeeze(1)
-    sure = softmax(logits)
-    new = answers(sure[:2000], right[:2000], sure[2000:])
-    accuracy = (logits.argmax(-1) == right)[2000:].double().mean()
-    assert accuracy > 0.85
-    assert (new.size(0.8) == 1).all()
-    assert new.covers(right[2000:], 0.8).double().mean() == accuracy
-    assert (answers(sure[:2000], right[:2000], sure[2000:], LAC(allow_empty=True)).size(0.8) == 0).any()
-
-
 # The rank of the threshold.
 
 
@@ -448,6 +436,8 @@ def test_what_another_task_has_is_refused():
         intervals.size(0.9)
     with pytest.raises(WrongTaskError, match="A ConformalSets has no interval: that is for regression"):
         sets.interval(0.9)
+    with pytest.raises(AttributeError, match="no attribute 'probs'; the method's own answers are in base"):
+        _ = sets.probs
     with pytest.raises(WrongTaskError, match="for regression and classification, not for counts"):
         Conformal.calibrate(None, [], None, "counts")
     with pytest.raises(DataError, match=r"\(5, 1\), got \(4, 1\)"):

@@ -101,16 +101,19 @@ def test_mutual_information_is_the_entropy_that_knowing_the_logits_would_remove(
     torch.testing.assert_close(certain.mutual_information(), torch.zeros(6, dtype=DOUBLE))
 
 
-def test_rows_can_be_selected_and_joined_again():
-    for pred in (regression(covariance=True), classification(covariance=True)):
-        halves = [pred[:2], pred[2:]]
-        joined = type(pred).cat(halves)
-        assert len(halves[0]) == 2
-        assert torch.equal(joined.latent.mean, pred.latent.mean)
-        assert torch.equal(joined.latent.variance, pred.latent.variance)
-        assert torch.equal(joined.latent.covariance, pred.latent.covariance)
-        assert all(tensor.is_meta for tensor in answers(pred.to("meta")).values())
-        assert torch.equal(pred[-1].latent.mean, pred.latent.mean[-1:])
+@pytest.mark.parametrize("make", [regression, classification])
+def test_rows_are_selected_moved_and_joined_again(make):
+    pred = make(covariance=True)
+    for parts in ([pred[:2], pred[2:]], list(pred)):
+        joined = type(pred).cat(parts)
+        assert sum(len(part) for part in parts) == len(joined) == 6
+        for name in ("mean", "variance", "covariance"):
+            assert torch.equal(getattr(joined.latent, name), getattr(pred.latent, name))
+    assert torch.equal(pred[-1].latent.mean, pred.latent.mean[-1:])
+    assert all(tensor.is_meta for tensor in answers(pred.to("meta")).values())
+    for row in (6, -7):
+        with pytest.raises(IndexError, match="row from 0 to 5"):
+            pred[row]
 
 
 REFUSED = [
@@ -165,17 +168,6 @@ def test_questions_for_the_other_task_say_so():
     assert not hasattr(regression(), "probs")
     with pytest.raises(AttributeError, match="no attribute 'colour'"):
         _ = regression().colour
-
-
-@pytest.mark.parametrize("make", [regression, classification])
-def test_predictions_are_sequences_of_rows(make):
-    pred = make()
-    rows = list(pred)
-    assert [len(row) for row in rows] == [1] * 6
-    assert torch.equal(type(pred).cat(rows).latent.mean, pred.latent.mean)
-    for row in (6, -7, 100):
-        with pytest.raises(IndexError, match="row from 0 to 5"):
-            pred[row]
 
 
 @pytest.mark.parametrize("make", [regression, classification])

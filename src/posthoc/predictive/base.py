@@ -41,6 +41,8 @@ class Rows:
 
     hints: ClassVar[Mapping[str, str]] = {}
     """Where to find what other tasks have, by the name of the attribute."""
+    elsewhere: ClassVar[str] = ""
+    """Where to find attributes that this class does not have."""
 
     def __getitem__(self, rows: Any) -> Self:
         rows = as_rows(rows, len(self))
@@ -76,7 +78,7 @@ class Rows:
     def __getattr__(self, name: str) -> Any:
         if name in self.hints:
             raise WrongTaskError(f"A {type(self).__name__} has no {name}: {self.hints[name]}.")
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{self.elsewhere}.")
 
 
 def has_rows(part: Any) -> bool:
@@ -124,7 +126,7 @@ class LatentGaussian(Rows):
         full = latent.covariance() * scale[:, :, None] * scale[:, None, :] if covariance else None
         return cls(
             outputs,
-            (variance * scale.square()).to(dtype).reshape(outputs.shape).clone(),
+            (variance * scale.square()).to(dtype).reshape(outputs.shape),
             full_covariance=None if full is None else full.to(dtype),
             independent=latent.independent,
             has_variance=latent.has_variance,
@@ -227,7 +229,7 @@ class Predictive(Rows, ABC):
     def columns(self) -> dict[str, Tensor]:
         """The main quantities by name, with one row for each point; the first is the prediction itself."""
 
-    def uncertainty(self, by: str | Callable[[Self], Tensor] | None = None) -> Tensor:
+    def uncertainty(self, by: By = None) -> Tensor:
         """How uncertain each prediction is, (N,) in float64; larger is more uncertain.
 
         Args:
@@ -248,13 +250,7 @@ class Predictive(Rows, ABC):
         choice("the uncertainty", name, tuple(scores))
         return scores[name](self).double()
 
-    def defer(
-        self,
-        budget: float | None = None,
-        *,
-        threshold: float | None = None,
-        by: str | Callable[[Self], Tensor] | None = None,
-    ) -> Tensor:
+    def defer(self, budget: float | None = None, *, threshold: float | None = None, by: By = None) -> Tensor:
         """The rows to hand to an expert, (N,) of bool: the most uncertain ones.
 
         Args:
@@ -310,15 +306,16 @@ class Predictive(Rows, ABC):
 
 
 UncertaintyScore = Callable[[Any], Tensor]
+By = str | UncertaintyScore | None
+"""An uncertainty score by its name, a function of the predictions, or None for the default."""
 
 
-def apply_by_rows(function: Callable[..., Tensor], pred: Predictive, *more: Tensor) -> Tensor:
-    """function(pred, ...) computed for some rows at a time, so that float64 temporaries of many classes stay small."""
-    size = rows_that_fit(pred.latent.mean.shape[1:].numel())
+def apply_by_rows(function: Callable[[Any], Tensor], pred: Predictive, copies: int = 1) -> Tensor:
+    """function(pred), some rows at a time: float64 temporaries, `copies` for each output, stay small."""
+    size = rows_that_fit(copies * pred.latent.mean.shape[1:].numel())
     if len(pred) <= size:
-        return function(pred, *more)
-    parts = (slice(start, start + size) for start in range(0, len(pred), size))
-    return torch.cat([function(pred[rows], *(values[rows] for values in more)) for rows in parts])
+        return function(pred)
+    return torch.cat([function(pred[start : start + size]) for start in range(0, len(pred), size)])
 
 
 def row_means(values: Tensor) -> Tensor:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from posthoc.errors import OptionError, PosthocWarning
-from posthoc.numerics import rows_that_fit
-from posthoc.predictive.base import Predictive, UncertaintyScore, apply_by_rows, row_means
+from posthoc.predictive.base import By, Predictive, UncertaintyScore, apply_by_rows, row_means
 from posthoc.validation import class_labels, integer
 
 __all__ = ["ClassificationPredictive"]
@@ -84,7 +83,7 @@ class ClassificationPredictive(Predictive):
             return self.latent.mean.argmax(-1)
         return apply_by_rows(lambda part: part.log_probs.exp().argmax(-1), self)
 
-    def uncertainty(self, by: str | Callable[[Self], Tensor] | None = None) -> Tensor:
+    def uncertainty(self, by: By = None) -> Tensor:
         if by in ("variance", "mutual_information") and not self.latent.has_variance:
             raise OptionError(f'{NO_VARIANCE}: use by="entropy" or by="least_confidence".')
         return super().uncertainty(by)
@@ -129,9 +128,7 @@ class ClassificationPredictive(Predictive):
             return torch.zeros_like(self.log_probs[:, 0])
         if generator is None:
             generator = torch.Generator(self.log_probs.device).manual_seed(0)
-        size = rows_that_fit(samples * self.log_probs.shape[1])
-        parts = [self[start : start + size] for start in range(0, max(1, len(self)), size)]
-        return torch.cat([part._information(samples, generator) for part in parts])
+        return apply_by_rows(lambda part: part._information(samples, generator), self, copies=samples)
 
     def _information(self, samples: int, generator: torch.Generator) -> Tensor:
         logits = self.latent.draws  # (N, S, C); the average over them does not depend on their order
@@ -148,13 +145,11 @@ class ClassificationPredictive(Predictive):
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """Draws of class labels, (n, N) of int64; draws of the logits are `pred.latent.sample`."""
         n = integer("n, the number of draws,", n, 1)
-        uniform = torch.rand((len(self), n), dtype=torch.float64, device=self.log_probs.device, generator=generator)
 
-        def draw(part: ClassificationPredictive, uniform: Tensor) -> Tensor:
-            edges = part.log_probs.double().exp().cumsum(-1)
-            return torch.searchsorted(edges, uniform * edges[:, -1:], right=True).clamp_max(edges.shape[1] - 1)
+        def draw(part: ClassificationPredictive) -> Tensor:
+            return torch.multinomial(part.log_probs.double().exp(), n, replacement=True, generator=generator)
 
-        return apply_by_rows(draw, self, uniform).T
+        return apply_by_rows(draw, self).T
 
     def columns(self) -> dict[str, Tensor]:
         """Class probabilities, labels and entropy."""

@@ -267,6 +267,8 @@ class ConformalPredictive(Rows, ABC):
     base: Any
     calibration: Calibration
 
+    elsewhere: ClassVar[str] = "; the method's own answers are in base"
+
     @property
     def latent(self) -> LatentGaussian:
         """The Gaussian over the network's outputs."""

@@ -51,7 +51,7 @@ def by_rows(function: Callable[[ResidualMixture, Tensor], Tensor]) -> Callable[[
     return wrapped
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ResidualMixture:
     """For each of C outputs the mixture Σ_k weights_k N(shifts_k, spreads_k²), with mean zero.
 
@@ -113,6 +113,9 @@ class ResidualMixture:
     def to(self, device: str | torch.device) -> ResidualMixture:
         """A copy on another device."""
         return ResidualMixture(self.weights.to(device), self.shifts.to(device), self.spreads.to(device))
+
+    def __repr__(self) -> str:
+        return "ResidualMixture(outputs={}, normals={})".format(*self.weights.shape)
 
     @by_rows
     def log_density(self, z: Tensor) -> Tensor:
