@@ -561,7 +561,7 @@ def test_temperatures_that_are_no_number_are_refused(temperature: Any) -> None:
 
 @pytest.mark.parametrize("data", [inputs(), [inputs()], [(inputs(),)], {"input": inputs()}, Outputs(values())])
 def test_fitting_without_targets_is_refused(data: Any) -> None:
-    with pytest.raises(DataError, match=r"Expected targets to fit on: batches \(x, y\), mappings with labels, Outputs"):
+    with pytest.raises(DataError, match=r"Expected targets: batches \(x, y\), mappings with labels, Outputs"):
         regression().fit(data)
 
 

@@ -177,7 +177,7 @@ def test_validation_data_stop_the_fit_early(folder: Path) -> None:
         ("fit classes.npz --task classification -o h --config bad.toml", "Expected TOML in bad.toml"),
         ("fit classes.npz --task classification -o h --resume", "resume=True goes on from a checkpoint"),
         ("fit classes.npz --task classification -o h --outputs a", "Expected a Parquet or CSV table"),
-        ("fit odd.npz --task classification -o h", "Expected targets to fit on"),
+        ("fit odd.npz --task classification -o h", "Expected targets: batches"),
         ("fit classes.npz[500:] --task classification -o h", "Expected a range with rows in it"),
         ("fit classes.npz[:" + 5000 * "9" + "] -o h", r"Expected rows as in classes.npz\[:5000\]"),
         ("fit named.csv --task classification -o h", "--outputs p_cat,p_dog --targets label"),

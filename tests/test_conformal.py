@@ -482,7 +482,7 @@ def test_calibration_needs_targets_points_and_a_fit():
     with pytest.raises(NotFittedError):
         MAP(mlp(3), "classification").conformal((x, y))
     for bare in (x, DataLoader(x, batch_size=10), Outputs(values(30, 3))):
-        with pytest.raises(DataError, match=r"Expected targets too: batches \(x, y\)"):
+        with pytest.raises(DataError, match=r"Expected targets: batches \(x, y\)"):
             method.conformal(bare)
     for nothing in (DataLoader(TensorDataset(x[:0], y[:0])), (x[:0], y[:0])):
         with pytest.raises(DataError, match="at least one calibration point, got none"):

@@ -7,8 +7,8 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -27,15 +27,11 @@ from posthoc.collect.outputs import Outputs
 from posthoc.config import FeatureConfig, MethodConfig, ScoreConfig, SeedConfig, TrainingConfig, option
 from posthoc.errors import (
     DataError,
-    FileError,
-    LayerError,
-    MissingExtraError,
     NotFittedError,
     OptionError,
-    PosthocError,
     PosthocWarning,
 )
-from posthoc.io import check_tensors, contents_sha256, read_head, write_head
+from posthoc.io import check_tensors, contents_sha256, read_head, reading, sound_shapes, write_head
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.registry import make_likelihood
 from posthoc.predictive.base import Predictive
@@ -247,8 +243,8 @@ class Method(ABC):
                 raise
 
     def _fit_checked(self, data: Any, val: Any, num_data: int | None, checkpoint: Checkpoint | None) -> Self:
-        train = self._outputs(data, targets=True)
-        held_out = self._outputs(val, targets=True) if val is not None else None
+        train = self._outputs(data)
+        held_out = self._outputs(val) if val is not None else None
         if held_out is not None:
             self._check_width(held_out, tuple(train.outputs.shape[1:]))
         self._warn_of(train, held_out)
@@ -488,8 +484,8 @@ class Method(ABC):
             )
         return self.backbone
 
-    def _outputs(self, data: Any, *, targets: bool) -> Outputs:
-        """Data as checked outputs, the predictor run once over it where it must be."""
+    def _outputs(self, data: Any) -> Outputs:
+        """The data of a fit as checked outputs; the network is run once over them if there is one."""
         data = opened(data)
         if isinstance(data, Outputs):
             outputs = data
@@ -501,7 +497,7 @@ class Method(ABC):
             raise DataError("Expected at least one data point, got none.")
         if self._likelihood.task == "classification" and self.outputs_are == "logits":
             doubt_logits(outputs.outputs)
-        return self._checked(self._as_logits(outputs), targets=targets)
+        return self._checked(outputs, targets=True)
 
     def _home(self, found: torch.device | None = None) -> torch.device:
         """Where a head lives: on `device`, or where the data were found, or with the network; Apple's GPUs have no
@@ -520,12 +516,12 @@ class Method(ABC):
         return outputs.with_outputs(as_logits(said, self.outputs_are, self._rounding))
 
     def _checked(self, outputs: Outputs, *, targets: bool) -> Outputs:
+        """Outputs that suit the likelihood, scores of classes as logits; with targets, these are checked too."""
+        outputs = self._as_logits(outputs)
         self._likelihood.check_outputs(outputs.outputs)
         if not targets:
             return outputs
-        if outputs.targets is None:
-            raise DataError("Expected targets to fit on: batches (x, y), mappings with labels, Outputs with targets.")
-        return outputs.with_targets(self._likelihood.check_targets(outputs.targets, outputs.outputs))
+        return outputs.with_targets(self._likelihood.check_targets(targets_of(outputs), outputs.outputs))
 
     def _check_width(self, outputs: Outputs, width: tuple[int, ...]) -> None:
         found = tuple(outputs.outputs.shape[1:])
@@ -537,7 +533,7 @@ class Method(ABC):
         """The outputs of one batch, or of every batch of a loader; with targets, of data as `fit` takes them."""
         data = arrays(opened(data))
         if isinstance(data, Outputs):
-            yield self._fitting(data, targets=targets)
+            yield self._to_predict(data, targets=targets)
             return
         if isinstance(data, list) and is_pair(data) and not targets:
             raise DataError(
@@ -550,15 +546,14 @@ class Method(ABC):
             for batch in [data] if not targets and is_arrays(data) else iterate(data, CHUNK):
                 outputs = read(batch)
                 if len(outputs):
-                    yield self._fitting(outputs, targets=targets)
+                    yield self._to_predict(outputs, targets=targets)
 
-    def _fitting(self, outputs: Outputs, *, targets: bool) -> Outputs:
+    def _to_predict(self, outputs: Outputs, *, targets: bool) -> Outputs:
+        """Outputs checked as those of the fit, and of the same width."""
         assert self._width is not None
-        outputs = self._as_logits(outputs)
+        outputs = self._checked(outputs, targets=targets)
         self._check_width(outputs, self._width)
-        if targets and outputs.targets is None:
-            raise DataError("Expected targets too: batches (x, y), mappings with labels, Outputs with targets.")
-        return self._checked(outputs, targets=targets)
+        return outputs
 
 
 def first_values(part: nn.Module) -> dict[str, Any]:
@@ -597,40 +592,3 @@ def require_finite_prediction(predictive: Predictive) -> None:
             "Expected finite predictions, got NaN or infinity from finite outputs: the inputs are too large, or the "
             "head is damaged. Fit it again."
         )
-
-
-def sound_shapes(shapes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
-    """The shapes in a header, if no number in them is larger than the file: nothing of another size is then made."""
-    most = max([64, *(tensor.numel() for tensor in tensors.values())])
-    numbers = list(leaves(shapes["fitted"]))
-    if shapes["outputs"] and not all(type(size) is int and size > 0 for size in shapes["outputs"]):
-        raise ValueError(f"outputs of width {shapes['outputs']}")
-    if tensors and any(
-        isinstance(number, int) and not -1 <= number <= most for number in [*numbers, *shapes["outputs"]]
-    ):
-        raise ValueError("shapes that are larger than its tensors")
-    return shapes
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """The values in nested lists and mappings."""
-    if isinstance(value, Mapping | list):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from leaves(part)
-    else:
-        yield value
-
-
-@contextmanager
-def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns an error inside into one that names the file; those that may be about the caller's arguments are kept."""
-    try:
-        yield
-    except (FileError, LayerError, MissingExtraError, torch.cuda.OutOfMemoryError):
-        raise
-    except OptionError as error:
-        error.add_note(f"This was while loading {path}.")
-        raise
-    except Exception as error:
-        found = str(error) if isinstance(error, PosthocError) else repr(error)
-        raise FileError(f"{path} cannot be read by this version of posthoc: {found:.500}") from error

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posthoc.errors import FileError
+from posthoc.errors import FileError, LayerError, MissingExtraError, OptionError, PosthocError
 
 __all__ = [
     "atomic_folder",
@@ -31,9 +31,11 @@ __all__ = [
     "lock",
     "read_head",
     "read_tensors",
+    "reading",
     "require_folder",
     "require_regular",
     "require_writable",
+    "sound_shapes",
     "sync_folder",
     "write_head",
     "write_tensors",
@@ -365,3 +367,40 @@ def check_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], e
 def described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The shape and dtype of each tensor."""
     return {name: f"{tuple(t.shape)} of {str(t.dtype).removeprefix('torch.')}" for name, t in tensors.items()}
+
+
+def sound_shapes(shapes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    """The shapes in a header, if no number in them is larger than the tensors, so that nothing larger is allocated."""
+    most = max([64, *(tensor.numel() for tensor in tensors.values())])
+    numbers = list(leaves(shapes["fitted"]))
+    if shapes["outputs"] and not all(type(size) is int and size > 0 for size in shapes["outputs"]):
+        raise ValueError(f"outputs of width {shapes['outputs']}")
+    if tensors and any(
+        isinstance(number, int) and not -1 <= number <= most for number in [*numbers, *shapes["outputs"]]
+    ):
+        raise ValueError("shapes that are larger than its tensors")
+    return shapes
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The values in nested lists and mappings."""
+    if isinstance(value, Mapping | list):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from leaves(part)
+    else:
+        yield value
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns an error inside into one that names the file; those that may be about the caller's arguments are kept."""
+    try:
+        yield
+    except (FileError, LayerError, MissingExtraError, torch.cuda.OutOfMemoryError):
+        raise
+    except OptionError as error:
+        error.add_note(f"This was while loading {path}.")
+        raise
+    except Exception as error:
+        found = str(error) if isinstance(error, PosthocError) else repr(error)
+        raise FileError(f"{path} cannot be read by this version of posthoc: {found:.500}") from error

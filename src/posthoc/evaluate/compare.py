@@ -293,7 +293,7 @@ def task_of(model: nn.Module | Callable[..., Any] | None, data: Any) -> str:
             data = read(next(iter(iterate(data, CHUNK))))
     outputs, targets = data.outputs, data.targets
     if targets is None:
-        raise DataError("Expected targets to fit on: batches (x, y), mappings with labels, Outputs with targets.")
+        raise DataError("Expected targets: batches (x, y), mappings with labels, Outputs with targets.")
     if targets.is_floating_point():
         return "regression"
     if outputs.shape[1:].numel() > 1 and targets.shape[1:].numel() == 1:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from posthoc.base import Job, Method, reading
+from posthoc.base import Job, Method
 from posthoc.collect.augmentation import Augmented
 from posthoc.collect.loaders import iterate
 from posthoc.collect.outputs import Outputs, join
@@ -26,6 +26,7 @@ from posthoc.fmgp.minibatches import PointView
 from posthoc.fmgp.noise_fit import fit_residuals
 from posthoc.fmgp.objective import TrainingBatch
 from posthoc.fmgp.selection import SELECTION, HeldOut, Selection, VarianceForm, select_form, shortened
+from posthoc.io import reading
 from posthoc.kernels import RBF, Constant, Kernel, as_kernel
 from posthoc.kernels.registry import kernel_from_file
 from posthoc.likelihoods.base import Likelihood
@@ -314,7 +315,7 @@ class FMGP(Method):
                     outputs = read(batch)
                     seen += len(outputs)
                     if len(outputs):
-                        fresh = self._checked(self._as_logits(join([outputs])), targets=True)
+                        fresh = self._checked(join([outputs]), targets=True)
                         yield view.of(fresh).batch(likelihood, slice(None))
                 if not seen:
                     raise DataError("Expected data in every pass of the loader, got none in the last one.")

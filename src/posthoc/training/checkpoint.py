@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from posthoc.errors import FileError
 from posthoc.io import lock, read_tensors, require_folder, write_tensors

@@ -136,7 +136,7 @@ class NTKMethod(Method):
 
         def collected(data: Any) -> Outputs:
             outputs = collect(backbone, data, features=True, inputs=False)
-            return self._checked(self._as_logits(outputs), targets=True)
+            return self._checked(outputs, targets=True)
 
         val = collected(job.val_data) if job.val is not None else None
         return replace(job, train=collected(job.data), val=val)

@@ -100,7 +100,7 @@ class NetworkMethod(Method):
                 if not len(predictive):
                     continue
                 part = Outputs.trusted(outputs=predictive.latent.mean, targets=batch.target)
-                yield predictive, self._fitting(part, targets=targets)
+                yield predictive, self._to_predict(part, targets=targets)
 
     @abstractmethod
     def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Batch], Predictive]:
