@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc import FMGP, DataError, OptionError, Outputs, PosthocWarning, Temperature
 from posthoc.collect.augmentation import AREA, Augmented, random_crops
-from posthoc.collect.data_warnings import doubt_memorised
+from posthoc.collect.data_warnings import warn_if_memorized
 
 G = torch.Generator
 
@@ -116,13 +116,13 @@ def test_errors_that_are_much_smaller_than_on_validation_data_are_doubted():
     f, noise = torch.randn(600, generator=g), torch.randn(600, generator=g)
     train, val = Outputs(f, f + 0.1 * noise), Outputs(f, f + noise)
     with pytest.warns(PosthocWarning, match=r"of size 0\.\d+ here and (1|0\.9)"):
-        doubt_memorised(train, val, "regression")
-    doubt_memorised(val, val, "regression")
-    doubt_memorised(train, None, "regression")
+        warn_if_memorized(train, val, "regression")
+    warn_if_memorized(val, val, "regression")
+    warn_if_memorized(train, None, "regression")
     y = torch.randint(3, (600,), generator=g)
     good = Outputs(2.0 * nn.functional.one_hot(y, 3).float(), y)
     bad = Outputs(2.0 * nn.functional.one_hot((y + (torch.arange(600) % 2)) % 3, 3).float(), y)
     with pytest.warns(PosthocWarning, match="on the validation data"):
-        doubt_memorised(good, bad, "classification")
-    doubt_memorised(bad, good, "classification")
-    doubt_memorised(good[:400], bad, "classification")
+        warn_if_memorized(good, bad, "classification")
+    warn_if_memorized(bad, good, "classification")
+    warn_if_memorized(good[:400], bad, "classification")

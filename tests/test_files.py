@@ -378,7 +378,10 @@ def test_other_suffixes_are_refused(name: str, tmp_path: Path) -> None:
 def test_save_that_fails_leaves_what_was_there(form: str, tmp_path: Path) -> None:
     path = tmp_path / f"data{form}"
     save_outputs(some(), path)
-    with small_files(20_000), pytest.raises(FileError, match=r"Expected to write .*data.*(too large|requested).*as it was"):
+    with (
+        small_files(20_000),
+        pytest.raises(FileError, match=r"Expected to write .*data.*(too large|requested).*as it was"),
+    ):
         save_outputs(some(5000), path, force=True)
     assert bits(open_outputs(path)) == bits(some())
     assert [found.name for found in tmp_path.iterdir()] == [path.name]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from posthoc.collect import opened
 from posthoc.collect.augmentation import Augmented
 from posthoc.collect.class_scores import Rounding, as_logits, find_rounding
-from posthoc.collect.data_warnings import doubt_logits, doubt_memorised
+from posthoc.collect.data_warnings import warn_if_memorized, warn_if_probabilities
 from posthoc.collect.fingerprint import fingerprint, require_same_network
 from posthoc.collect.loaders import arrays, is_arrays, is_pair, iterate
 from posthoc.collect.network import Backbone, collect
@@ -282,7 +282,7 @@ class Method(ABC):
                 raise DataError(f"{found}: such data say nothing about what separates classes.")
             warnings.warn(f"{found}: the fit is of no use for the other classes.", PosthocWarning, stacklevel=4)
         if self.wants_unseen:
-            doubt_memorised(train, val, self._likelihood.task)
+            warn_if_memorized(train, val, self._likelihood.task)
 
     def predict(self, data: Any, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of each row.
@@ -496,7 +496,7 @@ class Method(ABC):
         if not len(outputs):
             raise DataError("Expected at least one data point, got none.")
         if self._likelihood.task == "classification" and self.outputs_are == "logits":
-            doubt_logits(outputs.outputs)
+            warn_if_probabilities(outputs.outputs)
         return self._checked(outputs, targets=True)
 
     def _home(self, found: torch.device | None = None) -> torch.device:

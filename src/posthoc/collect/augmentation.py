@@ -1,16 +1,16 @@
-"""Changed views of images, for when a network has seen all there is: it has not memorised these."""
+"""Changed views of images, for when a network has seen all there is: it has not memorized these."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc.collect.loaders import as_tensor, is_array, iterate
+from posthoc.collect.loaders import as_tensor, change_tensors, is_array, iterate
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
 
@@ -34,41 +34,36 @@ def random_crops(images: Tensor, generator: torch.Generator) -> Tensor:  # (N, c
 
 
 class Augmented:
-    """Data as they were given, with every batch of images changed: by `random_crops`, or by a function of your own from
-    a batch of images to another."""
+    """Data whose images are changed in every batch: by `random_crops`, or by a function of your own from a batch of
+    images to another. What is no image stays as it is."""
 
     def __init__(self, data: Any, augment: str | Callable[[Tensor], Tensor], *, size: int = 256, seed: int = 0) -> None:
         if isinstance(data, Outputs):
             raise DataError("augment= changes images before the network sees them: give images, not its outputs.")
         if not callable(augment) and augment != "crops":
             raise OptionError(f'Expected augment="crops" or a function of a batch of images, got {augment!r}.')
-        self.data, self.size = data, size
-        generator = torch.Generator().manual_seed(seed)
-        self.change: Callable[[Tensor], Tensor] = (
-            augment if callable(augment) else lambda images: random_crops(images, generator)
-        )
+        self.data, self.size, self.augment = data, size, augment
+        self.generator = torch.Generator().manual_seed(seed)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in iterate(self.data, self.size):
-            if isinstance(batch, Mapping):
-                yield self._changed_values(dict(batch))
-            elif isinstance(batch, tuple | list):
-                first = self._changed_values(dict(batch[0])) if isinstance(batch[0], Mapping) else self._view(batch[0])
-                yield (first, *batch[1:])
-            else:
-                yield self._view(batch)
+            images: list[Tensor] = []
 
-    def _changed_values(self, batch: dict[str, Any]) -> dict[str, Any]:
-        names = [name for name, value in batch.items() if is_array(value) and value.ndim == 4]
-        if len(names) != 1:
-            raise DataError(f"Expected one batch of images among {', '.join(batch)}, found {len(names)}.")
-        return {**batch, names[0]: self._view(batch[names[0]])}
+            def change(value: Any, images: list[Tensor] = images) -> Any:
+                if not is_array(value) or value.ndim != 4:
+                    return value
+                images.append(as_tensor(value))
+                return self._changed(images[-1])
 
-    def _view(self, images: Any) -> Tensor:
-        if not is_array(images) or images.ndim != 4:
-            found = f"shape {tuple(images.shape)}" if is_array(images) else f"a {type(images).__name__}"
-            raise DataError(f"Expected images of shape (N, channels, height, width) to augment, got {found}.")
-        images = as_tensor(images)
+            changed = change_tensors(batch, change)
+            if len(images) != 1:
+                raise DataError(
+                    "Expected one array of images of shape (N, channels, height, width) in every batch to augment, got "
+                    f"{len(images)}."
+                )
+            yield changed
+
+    def _changed(self, images: Tensor) -> Tensor:
         if not images.is_floating_point():
             raise DataError(f"Expected images as real numbers, as the network takes them, got {images.dtype}.")
-        return self.change(images)
+        return self.augment(images) if callable(self.augment) else random_crops(images, self.generator)

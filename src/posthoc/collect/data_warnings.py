@@ -10,7 +10,7 @@ from torch import Tensor
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import PosthocWarning
 
-__all__ = ["doubt_logits", "doubt_memorised"]
+__all__ = ["warn_if_memorized", "warn_if_probabilities"]
 
 ROWS = 2**14
 """Rows that are looked at."""
@@ -22,55 +22,46 @@ SHARE = 0.5
 """Errors on the data of the fit that are smaller than this share of those on validation data."""
 
 
-def doubt_logits(said: Tensor) -> None:
+def warn_if_probabilities(outputs: Tensor) -> None:
     """Warns of what look like probabilities where logits are expected."""
-    if said.ndim > 2:
+    if outputs.ndim > 2:
         return
-    some = said[:1024].double().reshape(min(len(said), 1024), -1)
+    some = outputs[:1024].double().reshape(min(len(outputs), 1024), -1)
     sums = some.sum(-1) if some.shape[1] > 1 else torch.ones_like(some[:, 0])
     if bool(((some >= 0.0) & (some <= 1.0)).all()) and bool(((sums - 1.0).abs() < 1e-3).all()):
-        warn(
+        warnings.warn(
             'These outputs look like probabilities and are taken for logits: say outputs_are="probs" '
-            "(--outputs-are probs) if they are."
+            "(--outputs-are probs) if they are.",
+            PosthocWarning,
+            stacklevel=5,
         )
 
 
-def doubt_memorised(train: Outputs, val: Outputs | None, task: str) -> None:
+def warn_if_memorized(train: Outputs, val: Outputs | None, task: str) -> None:
     """Warns of data that the network has seen in training: its errors there say nothing of those to come."""
     if len(train) < FEWEST:
         return
-    here = train.spread(ROWS)
-    there = val.spread(ROWS) if val is not None and len(val) >= FEWEST else None
-    if task == "classification":
-        right, loss = confidence(here)
-        if right >= RIGHT and loss <= LOSS:
-            suspect(f"the network is right on {right:.1%} of them, with a mean loss of {loss:.2g}")
-        elif there is not None and loss < SHARE * confidence(there)[1]:
-            suspect(f"its mean loss is {loss:.2g} here and {confidence(there)[1]:.2g} on the validation data")
-    elif there is not None and size(here) < SHARE * size(there):
-        suspect(f"its errors are of size {size(here):.3g} here and {size(there):.3g} on the validation data")
-
-
-def suspect(sign: str) -> None:
-    warn(
+    accuracy, loss = fit_quality(train.spread(ROWS), task)
+    _, val_loss = fit_quality(val.spread(ROWS), task) if val is not None and len(val) >= FEWEST else (0.0, 0.0)
+    if accuracy >= RIGHT and loss <= LOSS:
+        sign = f"the network is right on {accuracy:.1%} of them, with a mean loss of {loss:.2g}"
+    elif loss < SHARE * val_loss:
+        sign = f"its mean error is {loss:.3g} here and {val_loss:.3g} on the validation data"
+    else:
+        return
+    warnings.warn(
         f"The network seems to have seen these data in training: {sign}. What is learnt from so few errors is too sure "
         "of new data. Fit on data that were kept apart; or, for images, on changed views of them: "
-        'fit(..., augment="crops").'
+        'fit(..., augment="crops").',
+        PosthocWarning,
+        stacklevel=5,
     )
 
 
-def confidence(rows: Outputs) -> tuple[float, float]:
-    """How often the network is right, and its mean loss."""
+def fit_quality(rows: Outputs, task: str) -> tuple[float, float]:
+    """The accuracy and the mean log loss of a classifier; 0 and the root mean squared error in regression."""
     assert rows.targets is not None
+    if task != "classification":
+        return 0.0, float((rows.targets.double() - rows.outputs.double()).square().mean().sqrt())
     log_p, y = rows.outputs.double().log_softmax(-1), rows.targets.long()
     return float((log_p.argmax(-1) == y).double().mean()), -float(log_p.gather(-1, y[:, None]).mean())
-
-
-def size(rows: Outputs) -> float:
-    """The root of the mean squared residual."""
-    assert rows.targets is not None
-    return float((rows.targets.double() - rows.outputs.double()).square().mean().sqrt())
-
-
-def warn(message: str) -> None:
-    warnings.warn(message, PosthocWarning, stacklevel=6)

@@ -15,7 +15,7 @@ from torch import Tensor
 from posthoc.collect.folder import LOCK, Manifest, arrays_of, open_folder, require_ours, row_type
 from posthoc.collect.loaders import array_of, tensor_of
 from posthoc.collect.outputs import NAMES, Outputs
-from posthoc.collect.tables import Columns, read_csv, read_parquet, write_parquet
+from posthoc.collect.tables import Columns, read_csv, read_parquet, unreadable, write_parquet
 from posthoc.errors import DataError, FileError, OptionError
 from posthoc.io import atomic_folder, atomic_path, lock, require_regular, writing
 
@@ -84,9 +84,8 @@ def save_outputs(outputs: Outputs, path: str | os.PathLike[str], *, force: bool 
     target = Path(path)
     suffix = target.suffix.lower()
     if suffix and suffix not in SUFFIXES:
-        raise OptionError(
-            f"Expected a name that ends in {', '.join(SUFFIXES)}, or in no suffix for a folder, got {target.name!r}."
-        )
+        wanted = f"{', '.join(SUFFIXES)}, or in no suffix for a folder"
+        raise OptionError(f"Expected a name that ends in {wanted}, got {target.name!r}.")
     arrays: dict[str, Any] = arrays_of(outputs)
     if not len(outputs):
         raise DataError("Expected at least one row to save, got none.")
@@ -186,10 +185,7 @@ def read_npz(path: Path) -> dict[str, Tensor]:
             names = file.files
             arrays = {name: np.asarray(file[name]) for name in NAMES if name in names}
     except Exception as error:  # a damaged archive fails in many ways
-        raise FileError(
-            f"Expected an .npz file of arrays of numbers, found one in {path} that cannot be read ({error}). "
-            "A truncated file must be saved again; arrays of objects must be turned into numbers first."
-        ) from error
+        raise unreadable(path, "an .npz file of arrays of numbers", error) from error
     require_outputs(path, names)
     return {name: tensor_of(array, name) for name, array in arrays.items()}
 
@@ -202,10 +198,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
             names = list(file.keys())
             tensors = {name: file.get_tensor(name) for name in NAMES if name in names}
     except (SafetensorError, OSError) as error:
-        raise FileError(
-            f"Expected a safetensors file, found one in {path} that cannot be read ({error}). "
-            "A truncated file must be saved again."
-        ) from error
+        raise unreadable(path, "a safetensors file", error) from error
     require_outputs(path, names)
     return {name: tensor_of(array_of(tensor, name), name) for name, tensor in tensors.items()}
 
@@ -224,8 +217,8 @@ def require_outputs(path: Path, names: Iterable[str]) -> None:
     if "outputs" not in names:
         listed = ", ".join(ascii(name)[1:-1] for name in list(names)[:20])
         raise FileError(
-            f"Expected an array named outputs in {path} (and targets, features, inputs where there are any), found "
-            f"{listed or 'none'}: save it with posthoc's save_outputs, or rename the arrays."
+            f"Expected an array named outputs in {path}, found {listed or 'none'}: rename the arrays to those of "
+            f"outputs, targets, features, inputs that there are."
         )
 
 

@@ -10,14 +10,12 @@ import io
 import json
 import mmap
 import os
-import reprlib
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
@@ -28,7 +26,6 @@ from posthoc.collect.loaders import Array, array_of
 from posthoc.collect.outputs import NAMES, Outputs
 from posthoc.errors import DataError, FileError, OptionError
 from posthoc.io import atomic_path, lock, require_regular, require_writable, sync_folder, writing
-from posthoc.validation import require_finite
 
 __all__ = ["LOCK", "Manifest", "OutputsWriter", "arrays_of", "open_folder", "require_ours", "row_type"]
 
@@ -94,10 +91,8 @@ class Manifest:
         """The manifest of a folder, checked."""
         document = read_document(folder)
         if document.get("version") != VERSION:
-            raise FileError(
-                f"Expected format version {VERSION}, found {document.get('version')} in {folder}: open it with the "
-                "posthoc that wrote it, or make it again with this one."
-            )
+            found = f"{document.get('version')} in {folder}"
+            raise FileError(f"Expected format version {VERSION}, found {found}: make it again, with force=True.")
         try:
             rows, complete, arrays = document["rows"], document["complete"], document["arrays"]
             sound = type(rows) is int and type(complete) is bool and (rows > 0) == ("outputs" in arrays)
@@ -115,10 +110,7 @@ def read_document(folder: Path) -> dict[str, Any]:
     """Reads `outputs.json`, of any version, and refuses one of another origin."""
     path = folder / MANIFEST
     if not path.exists():
-        raise FileError(
-            f"Expected a folder of outputs, found {folder} without {MANIFEST}: check the path; such folders are made "
-            "by posthoc's save_outputs and OutputsWriter."
-        )
+        raise FileError(f"Expected a folder written by posthoc, found {folder} without {MANIFEST}: check the path.")
     require_regular(path)
     try:
         document = json.loads(path.read_bytes())
@@ -192,9 +184,7 @@ class OutputsWriter:
         try:  # as it is when it is read back
             identity = json.loads(json.dumps(dict(identity), sort_keys=True))
         except (TypeError, ValueError) as error:
-            raise OptionError(
-                f"Expected identity to be a mapping that JSON can hold, got {reprlib.repr(identity)} ({error})."
-            ) from error
+            raise OptionError(f"Expected identity to be a mapping that JSON can hold ({error}).") from error
         with ExitStack() as stack, writing(self.folder, "Make it writable, or choose another folder."):
             if self.folder.is_dir():
                 require_ours(self.folder)
@@ -222,10 +212,6 @@ class OutputsWriter:
         types = {name: row_type(array) for name, array in arrays.items()}
         if types != (self._types or types):
             raise DataError(f"Expected {described(self._types)}, as in the rows before, got {described(types)}.")
-        for name, array in arrays.items():
-            if not array.size:
-                raise DataError(f"Expected at least one column of {name}, got none.")
-            require_finite(getattr(outputs, name), name, first_row=self._rows)
         with self._writing():
             if not self._types:
                 self._types = types
@@ -252,9 +238,7 @@ class OutputsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if not self._open:
             return
         try:
@@ -322,10 +306,8 @@ def require_ours(folder: Path) -> None:
     if (folder / MANIFEST).exists():
         read_document(folder)
     elif others := [n for n in sorted(os.listdir(folder)) if n != LOCK and not n.startswith(f".{MANIFEST}.")]:
-        raise FileError(
-            f"Expected a new or empty folder, or one of outputs, found {folder} with {', '.join(others[:5])} in it: "
-            "choose another."
-        )
+        found = f"{folder} with {', '.join(others[:5])} in it"
+        raise FileError(f"Expected a new or empty folder, or one of outputs, found {found}: choose another.")
 
 
 def begin(folder: Path, identity: dict[str, Any], *, force: bool) -> Manifest:
@@ -347,14 +329,12 @@ def begin(folder: Path, identity: dict[str, Any], *, force: bool) -> Manifest:
 
 def require_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
     """Refuses a folder of another network, layer or data, and says what differs."""
-    nothing = "nothing"
-    differing = [key for key in sorted({**there, **here}) if there.get(key, nothing) != here.get(key, nothing)]
+    values = {key: (there.get(key, "nothing"), here.get(key, "nothing")) for key in sorted({**there, **here})}
+    differing = [f"{key}: {a!r:.90} there, {b!r:.90} now" for key, (a, b) in values.items() if a != b]
     if differing:
-        pairs = [(key, there.get(key, nothing), here.get(key, nothing)) for key in differing[:4]]
-        lines = "; ".join(f"{key}: {reprlib.repr(then)} there, {reprlib.repr(now)} now" for key, then, now in pairs)
         raise FileError(
-            f"Expected to go on with the outputs in {folder}, found that they are of something else ({lines}). "
-            "Collect into another folder, or start this one over with --force (force=True)."
+            f"Expected to go on with the outputs in {folder}, found that they are of something else "
+            f"({'; '.join(differing[:4])}). Collect elsewhere, or start over with --force (force=True)."
         )
 
 

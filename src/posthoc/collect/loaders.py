@@ -15,28 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from posthoc.errors import DataError
 
-__all__ = [
-    "TARGET_KEYS",
-    "TEXT_ADVICE",
-    "Array",
-    "Batch",
-    "array_of",
-    "arrays",
-    "as_tensor",
-    "change_tensors",
-    "copied",
-    "is_array",
-    "is_arrays",
-    "is_pair",
-    "iterate",
-    "move",
-    "read_batch",
-    "row_count",
-    "take",
-    "tensor_of",
-    "tensors_of",
-    "to_device",
-]
+__all__ = ["Batch", "arrays", "as_tensor", "is_arrays", "is_pair", "iterate", "move", "read_batch", "row_count", "take"]
 
 Array = np.ndarray[Any, Any]
 
@@ -93,17 +72,13 @@ def iterate(data: Any, batch_size: int) -> Iterator[Any]:
         # With a generator of its own: a DataLoader without one draws a seed from the global generator.
         yield from DataLoader(data, batch_size=batch_size, collate_fn=collate, generator=torch.Generator())
     elif is_list(data) and len(data) and is_numbers(data):
-        raise DataError(
-            "Expected arrays or batches, got a list of numbers, which could be rows or batches: give an array, as "
-            "np.asarray(data, dtype=np.float32) makes it."
-        )
+        advice = "give an array, as np.asarray(data, dtype=np.float32) makes it."
+        raise DataError(f"Expected arrays or batches, got a list of numbers, which could be either: {advice}")
     elif isinstance(data, Iterable):
         yield from stream(data, batch_size)
     else:
-        raise DataError(
-            "Expected a DataLoader, a pair of arrays (x, y), a mapping of arrays or posthoc.Outputs, "
-            f"got {type(data).__name__}."
-        )
+        known = "a DataLoader, a pair of arrays (x, y), a mapping of arrays or posthoc.Outputs"
+        raise DataError(f"Expected {known}, got {type(data).__name__}.")
 
 
 def is_dataset(data: Any) -> bool:
@@ -123,10 +98,8 @@ def stream(data: Iterable[Any], size: int) -> Iterator[Any]:
             yield collate(rows)
     for number, item in enumerate(items):
         if not number and (is_row(item) or isinstance(data, IterableDataset)):
-            raise DataError(
-                "Expected batches, got single rows, or a dataset that may hold either: put the data into a DataLoader, "
-                "which makes batches of rows (batch_size=None: which takes batches as they are)."
-            )
+            advice = "put the data into a DataLoader, with batch_size=None if they are batches already."
+            raise DataError(f"Expected batches, got single rows, or a dataset that may hold either: {advice}")
         yield item
 
 
@@ -151,10 +124,8 @@ def collate(rows: list[Any]) -> Any:
             return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
         return collate_column(rows)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        raise DataError(
-            f"Expected rows of numbers that can be stacked to a batch, got others ({error}): put the data into a "
-            "DataLoader with a collate_fn that makes batches of them."
-        ) from error
+        advice = "put the data into a DataLoader with a collate_fn that makes batches of them"
+        raise DataError(f"Expected rows of numbers that can be stacked, got others ({error}): {advice}.") from error
 
 
 def collate_column(values: list[Any]) -> Any:
@@ -201,16 +172,15 @@ def copied(batch: Batch) -> Batch:
 
 
 def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """Applies `to_device` to nested containers."""
-    return change_tensors(value, lambda each: to_device(each, device, dtype))
+    """Tensors on a device; NumPy arrays become tensors, of `dtype` if they have real numbers."""
 
+    def to_device(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            value = as_tensor(value)
+            return value.to(device, dtype if value.is_floating_point() else None)
+        return value.to(device)
 
-def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """A tensor on a device; a NumPy array becomes a tensor, of `dtype` if it has real numbers."""
-    if isinstance(value, np.ndarray):
-        tensor = as_tensor(value)
-        return tensor.to(device, dtype if tensor.is_floating_point() else None)
-    return value.to(device)
+    return change_tensors(value, to_device)
 
 
 # Arrays that belong together, one row a point: an array, (x, y), a mapping, (mapping, y).
@@ -222,10 +192,8 @@ def arrays(data: Any) -> Any:
         return as_array(data)
     if isinstance(data, Mapping):
         # A tuple among the values is an option, such as the size of images.
-        return {
-            name: as_array(value) if stands_for_array(value) and not isinstance(value, tuple) else value
-            for name, value in data.items()
-        }
+        listed = {name for name, value in data.items() if isinstance(value, list) and is_numbers(value)}
+        return {name: as_array(v) if name in listed or is_table(v) else v for name, v in data.items()}
     if not isinstance(data, tuple | list) or len(data) < 2:
         return data
     first, *others = data
@@ -236,12 +204,12 @@ def arrays(data: Any) -> Any:
         return data
     if isinstance(data, list):
         return list(map(as_array, data)) if others_fit else data
-    for other in others:
-        if not stands_for_array(other) and not (is_list(other) and len(other) and is_array(other[0])):
-            raise DataError(
-                "Expected a pair (x, y) of arrays, tables or lists of numbers, got a "
-                f"{type(other).__name__} beside an array: convert it, or give batches, as a list or a DataLoader."
-            )
+    if not others_fit:
+        found = next(type(other).__name__ for other in others if not stands_for_array(other))
+        raise DataError(
+            f"Expected a pair (x, y) of arrays, tables or lists of numbers, got a {found} beside an array: convert it, "
+            "or give batches, as a list or a DataLoader."
+        )
     return tuple(map(as_array, data))
 
 
@@ -282,12 +250,13 @@ def is_list(data: Any) -> bool:
 
 
 def stands_for_array(data: Any) -> bool:
-    return is_array(data) or is_table(data) or (is_list(data) and is_numbers(data))
+    numbers = is_list(data) and (is_numbers(data) or is_array(data[0]))
+    return is_array(data) or is_table(data) or numbers
 
 
 def as_array(data: Any) -> Any:
     """Converts what stands for an array to one; anything else is returned as it is."""
-    if is_array(data) or not (is_table(data) or is_list(data)):
+    if is_array(data) or not stands_for_array(data):
         return data
     try:
         if is_list(data) and len(data) and isinstance(data[0], Tensor):

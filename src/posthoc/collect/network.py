@@ -81,6 +81,7 @@ def evaluating(module: nn.Module | None) -> Iterator[None]:
                 state.restore(changed=bool(changes))
     if changes:
         raise PosthocError(CHANGED.format(changes))
+    CHECKED.add(module)
 
 
 @contextmanager
@@ -123,13 +124,9 @@ class State:
         now = marks(self.module)
         names = [name for name in {**self.marks, **now} if now.get(name) != self.marks.get(name)]
         if self.norms:
-            after = norms(self.module)
-            same = [name for name, (mark, _) in self.norms.items() if name in after and after[name][0] == mark]
-            names += [name for name in same if after[name] != self.norms[name]]
+            names += [key[0] for key, norm in norms(self.module).items() if self.norms.get(key, norm) != norm]
         if names:
             return f"changed weights ({listed(names)})"
-        if self.norms:
-            CHECKED.add(self.module)
         return "it in training mode" if self.module.training else ""
 
     @torch.no_grad()
@@ -182,14 +179,14 @@ def marks(module: nn.Module) -> dict[str, tuple[int, int, bool]]:
     return {name: (id(p), version(p), p.requires_grad) for name, p in module.named_parameters(remove_duplicate=False)}
 
 
-def norms(module: nn.Module) -> dict[str, tuple[tuple[int, int], str]]:
-    """Identity and version of the weights and buffers that have plain values, by name, and their norms as text."""
+def norms(module: nn.Module) -> dict[tuple[str, int, int], str]:
+    """The norms, as text, of weights and buffers that have plain values, by their name, identity and version."""
     result = {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         plain = tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.is_floating_point()
         if plain and type(tensor) in (Tensor, nn.Parameter):
             norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
-            result[name] = ((id(tensor), version(tensor)), str(float(norm)))  # as text, NaN equals itself
+            result[name, id(tensor), version(tensor)] = str(float(norm))  # as text, NaN equals itself
     return result
 
 
@@ -234,12 +231,11 @@ def in_rows(outputs: Tensor, batch: Batch, width: tuple[int, ...] | None) -> Ten
     if width is not None and outputs.shape[1:] == width and outputs.ndim:
         return outputs
     lengths = {length(value) for value in [*batch.args, *batch.kwargs.values()]} - {None}
-    if lengths != {1} or length(batch.target) not in (1, None):
-        if outputs.ndim < 1:
-            raise DataError("Expected the model to return one row a point, got a single number.")
-        return outputs
+    one_row = lengths == {1} and length(batch.target) in (1, None)
+    if not one_row and outputs.ndim < 1:
+        raise DataError("Expected the model to return one row a point, got a single number.")
     lost = outputs.ndim < 1 or tuple(outputs.shape) == width or (len(outputs) > 1 and batch.target is not None)
-    return outputs[None] if lost else outputs
+    return outputs[None] if one_row and lost else outputs
 
 
 def length(value: Any) -> int | None:
@@ -266,9 +262,9 @@ class Backbone:
         self.module = model if isinstance(model, nn.Module) else None
         self._device = device
         if layer is not None and self.module is None:
+            advice = "Leave layer out, or give precomputed features in posthoc.Outputs."
             raise LayerError(
-                f"Expected an nn.Module to take layer {layer!r} from, got {type(model).__name__}. "
-                "Leave layer out, or give precomputed features in posthoc.Outputs."
+                f"Expected an nn.Module to take layer {layer!r} from, got {type(model).__name__}. {advice}"
             )
         if layer is not None and layer not in self._layers():
             raise LayerError(f"Expected the name of a layer, got {layer!r}. The layers are: {self._known_layers()}.")
@@ -338,10 +334,8 @@ class Backbone:
     def features_of(self, raw: Any, captured: Tensor | None, rows: int) -> Tensor:  # (rows, D)
         """The features of a batch from what the layer's hook captured."""
         if captured is None:
-            raise LayerError(
-                f"Layer {self.layer!r} was not used when the model ran. Name one that is, with layer=...; "
-                f"the layers are: {self._known_layers()}."
-            )
+            advice = f"Name one that is, with layer=...; the layers are: {self._known_layers()}."
+            raise LayerError(f"Layer {self.layer!r} was not used when the model ran. {advice}")
         if captured.ndim < 2 or len(captured) != rows:
             raise LayerError(
                 f"Expected features of shape ({rows}, ...) from layer {self.layer!r}, got {tuple(captured.shape)}: "
@@ -377,7 +371,6 @@ class Reader:
         with torch.no_grad(), exclusive(self.backbone.module):
             # In the same memory, so that the outputs are the same to the bit.
             args, kwargs = change_tensors((batch.args, batch.kwargs), aliased)
-            inputs = read_inputs(tensors) if self.inputs else None
             self.thread, self.captured = threading.get_ident(), None
             try:
                 # A copy, since a predictor may return the same buffer every time, or what it was given.
@@ -400,8 +393,7 @@ class Reader:
             if self.features and len(outputs):
                 features = self.backbone.features_of(raw, self.captured, len(outputs)).detach()
                 refuse_infinite(features, "features", self.rows)
-        if inputs is not None and len(inputs) != len(outputs):
-            raise unsuitable_inputs(tensors)
+        inputs = read_inputs(tensors, len(outputs)) if self.inputs else None
         self.rows += len(outputs)
         if self.width is None and len(outputs) > 1:
             self.width = tuple(outputs.shape[1:])
@@ -424,16 +416,12 @@ def aliased(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def read_inputs(tensors: list[Tensor]) -> Tensor:  # (N, D)
+def read_inputs(tensors: list[Tensor], rows: int) -> Tensor:  # (rows, D)
     """A copy of the inputs as one row of coordinates a point, for kernels on the inputs."""
-    if len(tensors) != 1 or tensors[0].ndim < 1:
-        raise unsuitable_inputs(tensors)
-    return tensors[0].detach().reshape(len(tensors[0]), -1).clone()
-
-
-def unsuitable_inputs(tensors: list[Tensor]) -> DataError:
-    return DataError(
-        "Expected inputs that are one tensor with a row a point, for a kernel on the inputs; "
-        f"got {len(tensors)} tensors of shapes {[tuple(tensor.shape) for tensor in tensors]}. "
-        'Use a kernel on="features" or on="outputs".'
-    )
+    if len(tensors) != 1 or tensors[0].shape[:1] != (rows,):
+        raise DataError(
+            "Expected inputs that are one tensor with a row a point, for a kernel on the inputs; "
+            f"got {len(tensors)} tensors of shapes {[tuple(tensor.shape) for tensor in tensors]}. "
+            'Use a kernel on="features" or on="outputs".'
+        )
+    return tensors[0].detach().reshape(rows, -1).clone()

@@ -45,9 +45,7 @@ def choose(path: Path, names: list[str], columns: Columns | None) -> dict[str, l
         for pattern in [asked] if isinstance(asked, str) else asked:
             matching = [pattern] if pattern in names else in_order([n for n in names if fnmatchcase(n, pattern)])
             if not matching:
-                raise OptionError(
-                    f"Expected a column of {path} for {array}, got {pattern!r}. The columns are: {listed(names)}."
-                )
+                raise OptionError(f"Expected a column for {array}, got {pattern!r}. The columns are: {listed(names)}.")
             chosen[array] += matching
         if not chosen[array] or len(set(chosen[array])) < len(chosen[array]):
             raise OptionError(f"Expected one or more columns for {array}, each once, got {listed(chosen[array])}.")
@@ -87,6 +85,10 @@ def used(chosen: Mapping[str, list[str]]) -> list[str]:
     return list(dict.fromkeys(name for names in chosen.values() for name in names))
 
 
+def unreadable(path: Path, form: str, error: Exception) -> FileError:
+    return FileError(f"Expected {form}, found that {path} cannot be read ({error}): save it again.")
+
+
 def listed(names: list[str]) -> str:
     more = f", and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return (", ".join(map(repr, names[:NAMES_SHOWN])) or "none") + more
@@ -104,15 +106,11 @@ def read_csv(path: Path, columns: Columns | None) -> dict[str, Tensor]:
             lines = filter(None, csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True))
             names = [name.strip() for name in next(lines, [])]
             if all(map(is_number, names)):
-                raise FileError(
-                    f"Expected the names of the columns in the first line of {path}, found none: add that line."
-                )
+                raise FileError(f"Expected names of columns in the first line of {path}, found none: add that line.")
             chosen = choose(path, names, columns)
             numbers = np.fromiter(read_numbers(path, lines, names, used(chosen)), float)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise FileError(
-            f"Expected a CSV table in UTF-8, found other text in {path} ({error}): save it again."
-        ) from error
+        raise unreadable(path, "a CSV table in UTF-8", error) from error
     values = dict(zip(used(chosen), numbers.reshape(-1, len(used(chosen))).T, strict=True))
     for name in chosen.get("targets", []):
         if (abs(values[name]) < 2**53).all() and (values[name] % 1.0 == 0.0).all():
@@ -125,10 +123,8 @@ def read_numbers(path: Path, lines: Iterator[list[str]], names: list[str], wante
     places = [names.index(name) for name in wanted]
     for row, line in enumerate(lines):
         if len(line) != len(names):
-            raise FileError(
-                f"Expected {len(names)} values in every line of {path}, found {len(line)} in row {row}: the file may "
-                "have been cut short; save it again."
-            )
+            found = f"{len(line)} in row {row}"
+            raise FileError(f"Expected {len(names)} values in every line of {path}, found {found}: save it again.")
         for place in places:
             if not is_number(text := line[place]):
                 advice = TEXT_ADVICE if text.strip() else "remove the rows without one"
@@ -169,10 +165,7 @@ def read_parquet(path: Path, columns: Columns | None) -> dict[str, Tensor]:
     except PosthocError:
         raise
     except Exception as error:  # a damaged file fails in many ways
-        raise FileError(
-            f"Expected a Parquet file, found one in {path} that cannot be read ({error}). "
-            "A truncated file must be saved again."
-        ) from error
+        raise unreadable(path, "a Parquet file", error) from error
     return assemble(chosen, columns, {name: values_of(table.column(name), name) for name in used(chosen)})
 
 
