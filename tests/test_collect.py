@@ -112,13 +112,6 @@ def test_a_resumed_run_reads_only_what_is_left(tmp_path):
     assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3), "outputs", "targets")
 
 
-def test_a_stream_is_resumed_too(tmp_path):
-    with pytest.raises(RuntimeError, match="out of memory"):
-        collect_to_folder(Backbone(FailsAt(3), None, None), Stream(), tmp_path, identity={}, batch_size=5)
-    found = collect_to_folder(Backbone(FailsAt(0), None, None), Stream(), tmp_path, identity={}, batch_size=5)
-    assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3), "outputs", "targets")
-
-
 def test_another_network_layer_or_choice_of_inputs_is_refused(tmp_path):
     first = Backbone(TinyNet(), None, None)
     collect_to_folder(first, dataset(), tmp_path, identity={"data": "a"})
@@ -173,16 +166,6 @@ def test_the_command_collects_a_folder_of_images(tmp_path):
     assert identity["transform"] == "none"
     assert identity["data"]["rows"] == ROWS
     assert str(tmp_path) not in json.dumps(identity)
-
-
-def test_a_layer_and_a_transform_of_ones_own(tmp_path):
-    labels = image_folder(tmp_path / "images", ROWS)
-    options = ("--transform", TRANSFORM, "--layer", "conv", "--inputs", *TRUSTED, "--workers", 0)
-    run(NET, tmp_path / "images", "-o", tmp_path / "o", *options)
-    x = raw(ROWS) - 0.5
-    wanted = expected(x, labels)
-    found = open_outputs(tmp_path / "o")
-    assert_close(found, type(wanted)(wanted.outputs, labels, TinyNet().conv(x), x), *vars(wanted))
 
 
 @pytest.fixture
@@ -265,14 +248,3 @@ def test_an_interrupted_command_says_how_to_go_on(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 130
     assert "run the same command again" in done.output
-
-
-def test_importing_the_commands_pulls_in_nothing_heavy():
-    code = (
-        "import sys, posthoc.cli.collect, posthoc.collect.to_folder;"
-        "import posthoc.integrations.models, posthoc.integrations.ray;"
-        "heavy = {'torchvision', 'timm', 'transformers', 'datasets', 'onnxruntime', 'ray', 'pyarrow', 'PIL'};"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -77,46 +77,32 @@ def test_network_of_equal_weights_and_other_layers_is_refused(pair: str, tmp_pat
 # The same network.
 
 
-def in_training() -> nn.Module:
-    return Noisy().train()
-
-
-def in_eval() -> nn.Module:
-    return Noisy().eval()
-
-
-def without_dropout() -> nn.Module:
+def changed(index: int, layer: nn.Module) -> nn.Module:
     model = Noisy()
-    model.body[3] = nn.Dropout(0.0)
-    return model
-
-
-def working_in_place() -> nn.Module:
-    model = Noisy()
-    model.body[2] = nn.ReLU(inplace=True)
+    model.body[index] = layer
     return model
 
 
 def used_before() -> nn.Module:
     model = Noisy().eval()
     model(inputs())
-    model.requires_grad_(False)
     model.register_forward_hook(lambda part, args, out: None)
-    return model
+    return model.requires_grad_(False)
 
 
-def noisy_of_another_place() -> nn.Module:
-    class Noisy(type(in_eval())):  # type: ignore[misc]
-        pass
+STATES: dict[str, Callable[[], nn.Module]] = {
+    "training": lambda: Noisy().train(),
+    "eval": lambda: Noisy().eval(),
+    "without dropout": lambda: changed(3, nn.Dropout(0.0)),
+    "working in place": lambda: changed(2, nn.ReLU(inplace=True)),
+    "used before": used_before,
+    "of another module": lambda: type("Noisy", (Noisy,), {"__module__": "elsewhere"})(),
+}
 
-    return Noisy()
 
-
-@pytest.mark.parametrize(
-    "make", [in_training, in_eval, without_dropout, working_in_place, used_before, noisy_of_another_place]
-)
-def test_the_same_network_in_another_state_is_taken(make: Callable[[], nn.Module], tmp_path: Path) -> None:
-    FMGP.load(saved(Noisy(), tmp_path), model=make())
+@pytest.mark.parametrize("state", STATES)
+def test_the_same_network_in_another_state_is_taken(state: str, tmp_path: Path) -> None:
+    FMGP.load(saved(Noisy(), tmp_path), model=STATES[state]())
 
 
 @pytest.mark.parametrize("fitted_after_use", [True, False])
@@ -131,50 +117,23 @@ def test_caches_that_come_and_grow_are_no_sign_of_another_network(
     FMGP.load(saved(first, tmp_path), model=second)
 
 
-def test_counters_that_are_not_saved_are_no_sign_of_another_network(tmp_path: Path) -> None:
-    class Counting(nn.Module):
-        loss: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-            self.register_buffer("loss", torch.zeros(()), persistent=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.loss = x.square().mean()
-            out: Tensor = self.body(x)
-            return out
-
-    used = Counting()
-    used(inputs())
-    FMGP.load(saved(used, tmp_path), model=Counting())
-    FMGP.load(saved(Counting(), tmp_path), model=used)
-
-
-def scripted(model: nn.Module) -> nn.Module:
-    found: nn.Module = torch.jit.script(model)
-    return found
-
-
-def traced(model: nn.Module) -> nn.Module:
-    found: nn.Module = torch.jit.trace(model, inputs(2))  # type: ignore[assignment]
-    return found
-
-
-def symbolic(model: nn.Module) -> nn.Module:
-    return torch.fx.symbolic_trace(model)
-
-
 def compiled_in_place(model: nn.Module) -> nn.Module:
     model.compile(backend="eager")
     return model
 
 
+PROGRAMS: dict[str, Callable[[nn.Module], Any]] = {
+    "scripted": torch.jit.script,
+    "traced": lambda model: torch.jit.trace(model, inputs(2)),
+    "symbolic": torch.fx.symbolic_trace,
+    "compiled in place": compiled_in_place,
+}
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("program", [scripted, traced, symbolic, compiled_in_place])
-def test_a_program_made_of_the_network_is_the_network(
-    program: Callable[[nn.Module], nn.Module], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("form", PROGRAMS)
+def test_a_program_made_of_the_network_is_the_network(form: str, tmp_path: Path) -> None:
+    program = PROGRAMS[form]
     FMGP.load(saved(mlp(), tmp_path), model=program(mlp()))
     path = saved(program(mlp()), tmp_path)
     FMGP.load(path, model=mlp())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -69,11 +68,6 @@ def test_every_form_of_a_pair_gives_the_same_fit(form: str) -> None:
         assert torch.equal(expected.predict(data).latent.mean, in_eval(mlp(3), inputs()))
     with_targets = list(expected.stream_with_targets(data))
     assert torch.equal(torch.cat([y for _, y in with_targets]), labels())
-
-
-def test_targets_of_one_column_may_be_nested_lists() -> None:
-    found = regression().fit((inputs(), values().tolist()))
-    assert same(numbers(found), numbers(regression().fit((inputs(), values()))))
 
 
 def test_rows_may_be_tensors_that_numpy_does_not_know() -> None:
@@ -293,8 +287,3 @@ def test_words_beside_the_numbers_reach_the_model_as_they_are() -> None:
     assert batch["text"] == ["a", "b"]
     assert batch["input"].shape == (2, 1)
     assert batch["label"].tolist() == [0, 1]
-
-
-def test_numbers_as_rows_are_columns() -> None:
-    (batch,) = iterate(Rows([0.1, 0.2], [1.0, 2.0]), 8)
-    assert [np.asarray(part).tolist() for part in batch] == [[0.1, 0.2], [1.0, 2.0]]

@@ -102,12 +102,8 @@ def test_whole_numbers_are_classes_only_among_the_targets(kind: str, tmp_path: P
     opened = open_outputs(path, columns={"outputs": "age", "targets": "sure", "features": ["label"]})
     assert opened.targets is not None
     assert opened.features is not None
-    assert [opened.outputs.dtype, opened.targets.dtype, opened.features.dtype] == [
-        torch.float64,
-        torch.int64,
-        torch.float64,
-    ]
-    assert opened.targets.tolist() == [1, 0, 1]
+    assert (opened.outputs.dtype, opened.features.dtype) == (torch.float64, torch.float64)
+    assert (opened.targets.dtype, opened.targets.tolist()) == (torch.int64, [1, 0, 1])
 
 
 @BOTH
@@ -185,8 +181,8 @@ def test_csv_targets_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1.0,2.0\n3.0,4.0\n", "names of the columns in the first line"),
-        ("\n\n", "names of the columns in the first line"),
+        ("1.0,2.0\n3.0,4.0\n", "names of columns in the first line"),
+        ("\n\n", "names of columns in the first line"),
         ("outputs,targets\n1.0,2\n3.0\n", "Expected 2 values in every line .*found 1 in row 1.*save it again"),
         ("outputs,targets\n1.0,2,3\n", "found 3 in row 0"),
         ("outputs,targets,outputs\n1.0,2,3\n", "different names.*'outputs' more than once"),
@@ -197,13 +193,6 @@ def test_csv_that_is_no_table_is_refused(text: str, message: str, tmp_path: Path
     path = tmp_path / "table.csv"
     path.write_text(text)
     with pytest.raises(FileError, match=message):
-        open_outputs(path)
-
-
-def test_csv_with_a_gap_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "table.csv"
-    path.write_text("outputs,targets\n1.0,2\n3.0,\n")
-    with pytest.raises(DataError, match="'targets', got '' in row 1: remove the rows"):
         open_outputs(path)
 
 
@@ -264,13 +253,7 @@ def test_columns_are_only_for_tables(form: str, tmp_path: Path) -> None:
         open_outputs(tmp_path / f"data{form}", columns={"outputs": "outputs"})
 
 
-def test_numbered_columns_come_by_their_numbers(tmp_path: Path) -> None:
-    names = ["z_0", "z_1", "z_10", "z_11", "z_2"]
-    (tmp_path / "t.csv").write_text(",".join([*names, "y"]) + "\n" + "0,1,10,11,2,0\n")
-    assert open_outputs(tmp_path / "t.csv", columns={"outputs": "z_*"}).outputs.tolist() == [[0, 1, 2, 10, 11]]
-
-
-@pytest.mark.parametrize("text", ["1_000", "٣", "1,5", "0x10", "1e"])
+@pytest.mark.parametrize("text", ["1_000", "٣", "1,5", "0x10", "1e", ""])
 def test_only_numbers_as_programs_write_them_are_read(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f"outputs;targets\n1.5;2\n.5;{text}\n")
     with pytest.raises(DataError, match=rf"Expected numbers in column 'targets', got '{text}' in row 1"):
