@@ -81,13 +81,15 @@ def test_from_outputs_to_a_table_and_figures(folder: Path) -> None:
 
 
 def test_regression(folder: Path) -> None:
-    fit("regression")
-    posthoc("predict", "head.safetensors", "reals.npz", "-o", "predictions.csv")
+    y = 1.7e9 + np.arange(40.0)  # all digits of which are kept
+    np.savez(folder / "large.npz", outputs=y, targets=y + np.random.default_rng(0).normal(size=40), inputs=y[:, None])
+    posthoc("fit", "large.npz", "-o", "map", "--method", "map")
+    posthoc("predict", "map", "large.npz", "-o", "predictions.csv")
     rows = list(csv.DictReader((folder / "predictions.csv").open()))
-    pred = load("head.safetensors").predict(open_outputs("reals.npz"))
     assert list(rows[0]) == ["row", "mean", "std"]
-    assert [float(r["std"]) for r in rows] == pytest.approx(pred.std.tolist())
-    assert [float(r["mean"]) for r in rows] == pytest.approx(pred.mean.tolist())
+    assert [float(row["mean"]) for row in rows] == y.tolist()
+    assert [float(row["std"]) for row in rows] == load("map").predict(open_outputs("large.npz")).std.tolist()
+    fit("regression")
     posthoc("evaluate", "head.safetensors", "reals.npz[80:]", "--json", "metrics.json")
     figures = json.loads((folder / "metrics.json").read_text())
     names = {"nll", "rmse", "crps", "cqm", "coverage_90"}
@@ -115,13 +117,6 @@ def test_table_of_probabilities_with_named_columns(folder: Path) -> None:
     assert len((folder / "p.csv").read_text().splitlines()) == N + 1
 
 
-@pytest.mark.parametrize("method", ["map", "temperature"])
-def test_other_methods(folder: Path, method: str) -> None:
-    posthoc("fit", "classes.npz", "--task", "classification", "--method", method, "-o", "h", "--seed", "3")
-    assert load("h").name == method
-    assert method in posthoc("evaluate", "h", "classes.npz")
-
-
 def test_options_from_a_file_and_from_the_line(folder: Path) -> None:
     (folder / "c.toml").write_text(
         'steps = 3\nnum_inducing = 5\n[kernel]\ntype = "matern"\nnu = 1.5\n[likelihood]\nprediction = "logit_scaling"\n'
@@ -146,11 +141,6 @@ def test_the_same_fit_writes_the_same_bytes(folder: Path) -> None:
     assert (folder / "head.safetensors").read_bytes() == first
     fit("classification", "--force", "--seed", "1")
     assert (folder / "head.safetensors").read_bytes() != first
-
-
-def test_validation_data_stop_the_fit_early(folder: Path) -> None:
-    fit("classification", "--val", "classes.npz[80:]")
-    assert len(FMGP.load("head.safetensors").predict("classes.npz")) == N
 
 
 @pytest.mark.parametrize(
@@ -221,24 +211,20 @@ def test_values_of_set_are_read_as_people_write_them(text: str, value: Any) -> N
     assert type(read_value(text)) is type(value)
 
 
-def test_a_boolean_option_is_set_by_any_of_its_spellings(folder: Path) -> None:
-    heads = {}
-    for text in ("False", "no", "false", "True"):
-        fit("classification", "--set", f"standardize={text}", "--force")
-        heads[text] = (folder / "head.safetensors").read_bytes()
-    assert heads["False"] == heads["no"] == heads["false"] != heads["True"]
-
-
 def test_seeds_that_are_too_large_are_refused(folder: Path) -> None:
-    arguments = ["fit", "classes.npz", "-o", "h", "--seed", "18446744073709551616"]
+    arguments = ["fit", "classes.npz", "-o", "h", "--seed", "4294967296"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
-    assert "9223372036854775807" in result.output
+    assert "4294967295" in result.output
 
 
-def test_the_task_is_known_from_the_targets(folder: Path) -> None:
-    assert "taken as classification" in posthoc("fit", "classes.npz", "-o", "a", "--method", "temperature")
-    assert "taken as regression" in posthoc("fit", "reals.npz", "-o", "b", "--method", "map")
+def test_the_task_is_known_from_the_targets_and_other_methods_can_be_fitted(folder: Path) -> None:
+    assert "taken as classification" in posthoc(
+        "fit", "classes.npz", "-o", "a", "--method", "temperature", "--seed", "3"
+    )
+    assert "temperature" in posthoc("evaluate", "a", "classes.npz")
+    assert "taken as regression" in posthoc("fit", "reals.npz", "-o", "b", "--method", "map", "--val", "reals.npz[80:]")
+    assert load("b").name == "map"
     assert "taken as" not in posthoc("fit", "reals.npz", "-o", "c", "--method", "map", "--task", "regression")
 
 
@@ -289,11 +275,3 @@ def test_errors_and_warnings_are_one_line_each(folder: Path) -> None:
     assert failed.stderr.splitlines() == [
         "posthoc: Expected a new file to write, found h there already: use --force, or another."
     ]
-
-
-def test_large_means_keep_their_digits(folder: Path) -> None:
-    y = 1.7e9 + np.arange(40.0)
-    np.savez(folder / "large.npz", outputs=y, targets=y + np.random.default_rng(0).normal(size=40), inputs=y[:, None])
-    posthoc("fit", "large.npz", "--task", "regression", "-o", "h", "--method", "map")
-    posthoc("predict", "h", "large.npz", "-o", "p.csv")
-    assert [float(row["mean"]) for row in csv.DictReader((folder / "p.csv").open())] == y.tolist()

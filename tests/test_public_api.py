@@ -7,10 +7,10 @@ A change that is meant is recorded anew, so that the diff of that file shows it 
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,13 +125,6 @@ def test_a_difference_shows_what_changed_and_where():
     assert difference(recorded, recorded) == ""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", required=True)
-    parser.parse_args()
+if __name__ == "__main__" and sys.argv[1:] == ["--record"]:
     SNAPSHOT.write_text(snapshot())
     print(f"recorded {SNAPSHOT}")
-
-
-if __name__ == "__main__":
-    main()

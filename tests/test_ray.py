@@ -53,7 +53,7 @@ def test_a_cluster_collects_and_predicts_as_one_process_does(tmp_path, monkeypat
 
 def test_an_actor_predicts_from_named_columns_of_a_table(tmp_path):
     pytest.importorskip("ray")
-    from posthoc.integrations.ray import Predicting
+    from posthoc.integrations.ray import predicting
 
     generator = torch.Generator().manual_seed(0)
     outputs = Outputs(torch.randn(40, 2, generator=generator), torch.arange(40) % 2)
@@ -61,24 +61,24 @@ def test_an_actor_predicts_from_named_columns_of_a_table(tmp_path):
     lines = ["id,no,yes", *(f"{i},{float(a)!r},{float(b)!r}" for i, (a, b) in enumerate(outputs.outputs))]
     (tmp_path / "table.csv").write_text("\n".join(lines) + "\n")
     head, table = str(tmp_path / "head.safetensors"), str(tmp_path / "table.csv")
-    found = Predicting(head, table, {"outputs": ["no", "yes"]})((5, 12))
+    found = predicting(head, table, {"outputs": ["no", "yes"]})((5, 12))
     wanted = FMGP.load(head).predict(Outputs(outputs.outputs[5:12]))
     torch.testing.assert_close(found.probs.double(), wanted.probs.double(), rtol=1e-5, atol=1e-6)
 
 
 def test_an_actor_returns_errors_as_they_are(tmp_path):
     pytest.importorskip("ray")
-    from posthoc.integrations.ray import Actor, Collecting
+    from posthoc.integrations.ray import Actor, collecting
 
     x = raw(ROWS).numpy()
     x[9] = np.nan
     np.savez(tmp_path / "d.npz", inputs=x)
-    actor = Actor(partial(Collecting, Plan(NET, str(tmp_path / "d.npz"), weights="none", trust_code=True)), ".", [])
+    actor = Actor(partial(collecting, Plan(NET, str(tmp_path / "d.npz"), weights="none", trust_code=True)), ".", [])
     made = actor({"start": np.array([4]), "stop": np.array([8])})["result"][0].value
     assert_close(made, expected(raw(8)[4:]), "outputs", "features")
     made = actor({"start": np.array([8]), "stop": np.array([12])})["result"][0].value
     assert isinstance(made, DataError)
-    made = Actor(partial(Collecting, Plan(NET, "absent.npz")), ".", [])({"start": [0], "stop": [4]})["result"][0].value
+    made = Actor(partial(collecting, Plan(NET, "absent.npz")), ".", [])({"start": [0], "stop": [4]})["result"][0].value
     assert isinstance(made, FileError)
 
 

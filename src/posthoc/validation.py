@@ -51,7 +51,7 @@ def class_labels(y: Any, mean: Tensor) -> Tensor:
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise DataError(
             f"Expected integer class labels from 0 to {classes - 1}, got {y.dtype}. Convert them with .long(); "
-            'for real-valued targets use likelihood="regression".'
+            'for real-valued targets use likelihood="regression" (--task regression).'
         )
     if y.shape == (n, 1):
         y = y.squeeze(1)

@@ -56,14 +56,15 @@ def collect(
 ) -> None:
     """Runs a predictor once over a data set and stores its outputs, the features and the targets.
 
-    The folder is all that the other commands need; it is mapped, never held in memory.
-    Run the same command again after a crash, and it goes on where it was.
+    The folder is all that the other commands need. It is read row by row
+    and may be larger than memory. After a crash the same command resumes.
 
     \b
     posthoc collect torchvision:resnet50 imagenet/val -o val
-    posthoc collect hf:textattack/bert-base-uncased-SST-2 hf:stanfordnlp/sst2:validation -o sst2
-    posthoc collect model.onnx tiles.parquet --input-column tile --layer features -o tiles
-    posthoc collect nets:make data.npz --weights trained.safetensors --trust-code -o outputs
+    posthoc collect hf:textattack/bert-base-uncased-SST-2 \\
+        hf:stanfordnlp/sst2:validation -o sst2
+    posthoc collect model.onnx tiles.parquet --input-column tile -o tiles
+    posthoc collect nets:make data.npz --weights net.pt --trust-code -o out
     """
     from posthoc.integrations.models import Plan
 

@@ -53,12 +53,14 @@ def compare(
 ) -> None:
     """Fits every method on the same outputs, scores it on others, and prints one table: how good each is, and its cost.
 
-    Each runs in a process of its own, which shows its memory and keeps a crash from the others. Methods that need the
-    network itself are not for files: posthoc.compare(model, ...) in Python runs those too.
+    Each method runs in a process of its own, which shows its memory and
+    keeps a crash from the others. Methods that need the network itself are
+    not for files: posthoc.compare(model, ...) in Python runs those too.
 
     \b
-    posthoc compare 'test.npz[:5000]' --test 'test.npz[5000:]' --ood svhn.npz -o results
-    posthoc compare fit.npz --test test.npz --methods map,fmgp --set fmgp.steps=2000 -o results
+    posthoc compare 'test.npz[:5000]' --test 'test.npz[5000:]' -o results
+    posthoc compare fit.npz --test test.npz --ood svhn.npz \\
+        --methods map,fmgp --set fmgp.steps=2000 -o results
     """
     from posthoc.evaluate.compare import REFUSALS, Comparison, Row
     from posthoc.io import require_folder

@@ -39,8 +39,14 @@ def fit(
 ) -> None:
     """Fits error bars to a predictor's outputs and writes them as a head, a small file to predict with.
 
-    With several processes: torchrun --nproc-per-node=2 -m posthoc fit ... Inducing points, which the head contains, may
-    be rows of your data or close to them.
+    Inducing points, which the head contains, may be rows of your data or
+    close to them.
+
+    \b
+    posthoc fit train.npz -o head.safetensors
+    posthoc fit preds.csv --outputs 'p_*' --outputs-are probs \\
+        --targets label -o head.safetensors
+    torchrun --nproc-per-node=2 -m posthoc fit train.npz -o head.safetensors
     """
     # A resumed run that was finished writes the same head again.
     shared.require_output(out, force=force or resume, inputs=(data, val, config))

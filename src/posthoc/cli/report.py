@@ -19,7 +19,7 @@ def report(
 ) -> None:
     """Writes the results of a folder as one page: tables, charts, examples, and how it was run.
 
-    The page is one HTML file that loads nothing: send it to anybody, open it in any browser.
+    The page is one HTML file that loads nothing: it opens in any browser.
 
     \b
     posthoc report results -o report.html

@@ -37,7 +37,7 @@ EngineOption = Annotated[Engine, typer.Option("--engine", help="This process, or
 TaskOption = Annotated[Task | None, typer.Option("--task", help="What is predicted. Default: known from the targets.")]
 OutputsAre = Annotated[Kind | None, typer.Option(help="What a classifier's outputs are. Default: logits.")]
 Config = Annotated[Path | None, typer.Option(help="The options of methods, as TOML.")]
-Seed = Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of everything random.")]
+Seed = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]
 Device = Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda, cuda:1. Default: the CPU.")]
 column_option = partial(typer.Option, rich_help_panel="Columns of a table (Parquet or CSV)")
 OutputColumns = Annotated[

@@ -212,17 +212,16 @@ Rows = ImageFolder | ArrayRows | TableRows | StreamedRows
 slow to read, so that several processes should read them."""
 
 
-def open_table(path: Path, inputs: Sequence[str], target: str | None) -> TableRows:
+def open_table(path: Path, inputs: Sequence[str], target: str | None) -> Any:
     """Open a Parquet, CSV or JSON file, which `datasets` converts once and keeps in its cache."""
     library = require("datasets", "hf", f"Reading {path.name}")
     with translated_errors(f"a table with at least one row in {path}", library):
         table = getattr(library.Dataset, f"from_{TABLES[path.suffix]}")(str(path))
-    columns = choose_columns(table.column_names, inputs, target)
-    identity = {"kind": "table", "rows": len(table), "digest": file_digest(path), "columns": columns._asdict()}
-    return TableRows(undecoded(table, library), columns, path.name, identity)
+    identity = {"kind": "table", "rows": len(table), "digest": file_digest(path)}
+    return rows_of(table, library, path.name, choose_columns(table.column_names, inputs, target), identity)
 
 
-def open_hub(name: str, inputs: Sequence[str], target: str | None) -> TableRows | StreamedRows:
+def open_hub(name: str, inputs: Sequence[str], target: str | None) -> Any:
     """Open `NAME`, `NAME:SPLIT` or `NAME:CONFIGURATION:SPLIT`, where NAME is on the hub or a local folder.
 
     Data sets saved to disk are mapped; others are streamed, so that only what is read is downloaded. No code of a data
@@ -253,9 +252,7 @@ def open_hub(name: str, inputs: Sequence[str], target: str | None) -> TableRows 
     else:
         raise OptionError(f"Expected one of the splits {', '.join(splits)}, got {split}: write hf:{path}:SPLIT.")
     columns = choose_columns(table.column_names or list(next(iter(table))), inputs, target)
-    identity = {"kind": "hf", "split": split, "digest": listing_digest(files), "columns": columns._asdict()}
-    rows = TableRows if isinstance(table, library.Dataset) else StreamedRows
-    return rows(undecoded(table, library), columns, path, identity)
+    return rows_of(table, library, path, columns, {"kind": "hf", "split": split, "digest": listing_digest(files)})
 
 
 @contextmanager
@@ -268,12 +265,13 @@ def translated_errors(expected: str, library: Any) -> Iterator[None]:
         raise FileError(f"Expected {expected}, found what cannot be read: {reason}") from error
 
 
-def undecoded(table: Any, library: Any) -> Any:
-    """The table with images as they are stored: `read_image` decodes them and names the row if it cannot."""
-    for name, feature in (table.features or {}).items():
+def rows_of(table: Any, library: Any, name: str, columns: Columns, identity: dict[str, Any]) -> Any:
+    """The rows of a table, with images as they are stored: `read_image` names the row of one that it cannot read."""
+    for column, feature in (table.features or {}).items():
         if isinstance(feature, library.Image):
-            table = table.cast_column(name, library.Image(decode=False))
-    return table
+            table = table.cast_column(column, library.Image(decode=False))
+    rows = TableRows if isinstance(table, library.Dataset) else StreamedRows
+    return rows(table, columns, name, {**identity, "columns": columns._asdict()})
 
 
 def to_row(example: dict[str, Any], features: Any, columns: Columns, place: str) -> tuple[Any, Any]:

@@ -150,14 +150,13 @@ def open_import(plan: Plan, device: torch.device) -> Backbone:
     model = import_object(name, plan.trust_code)
     if callable(model) and not isinstance(model, nn.Module):
         model = model()
-    if not callable(model):
-        raise OptionError(f"Expected {name!r} to return a network (or any callable), got {type(model).__name__}.")
     path = weights_file(weights)
     if path is None and weights not in (None, "none"):
         raise OptionError(f'Expected a file of weights for {name!r}, or "none", got the name {weights!r}.')
     if not isinstance(model, nn.Module):
-        if path is not None:
-            raise OptionError(f"Expected an nn.Module to put weights into, got {type(model).__name__} from {name!r}.")
+        if path is not None or not callable(model):
+            expected = f"{name!r} to return an nn.Module (or, without a file of weights, any callable)"
+            raise OptionError(f"Expected {expected}, got {type(model).__name__}.")
         return Backbone(model, plan.layer, device if plan.device is not None else None)
     if path is not None:
         load_weights(model, path)

@@ -28,6 +28,7 @@ from posthoc.predictive.base import Predictive
 __all__ = ["collect_with_ray", "predict_with_ray"]
 
 StrPath = str | os.PathLike[str]
+Work = Callable[[Span], Any]
 
 MAX_TASKS = 1000
 """Batches are handed out in at most this many tasks."""
@@ -49,7 +50,7 @@ def collect_with_ray(
 
     def parts(start: int) -> Generator[Outputs]:
         wanted = list(spans(start, total, batch_size))
-        yield from in_order(partial(Collecting, plan), wanted, actors, use_gpus=plan.device != "cpu")
+        yield from in_order(partial(collecting, plan), wanted, actors, use_gpus=plan.device != "cpu")
 
     return write_to_folder(parts, folder, identity=predictor.identity, total=total, force=force)
 
@@ -62,33 +63,29 @@ def predict_with_ray(
     Every machine must see both paths; `columns` are those of a table.
     """
     wanted = list(spans(0, len(open_outputs(outputs, columns=columns)), rows))
-    yield from in_order(partial(Predicting, head, outputs, columns), wanted)
+    yield from in_order(partial(predicting, head, outputs, columns), wanted)
 
 
-class Collecting:
-    """Runs the predictor over a batch of the data."""
+def collecting(plan: Plan) -> Work:
+    """A function that runs the predictor over a batch of the data."""
+    predictor, data = plan.open()
+    batches = SpanReader(data, predictor.collate)
 
-    def __init__(self, plan: Plan) -> None:
-        self.predictor, data = plan.open()
-        self.reader, self.inputs = SpanReader(data, self.predictor.collate), plan.inputs
-
-    def __call__(self, span: Span) -> Outputs | PosthocError:
-        batch = self.reader[span]
+    def work(span: Span) -> Outputs | PosthocError:
+        batch = batches[span]
         if isinstance(batch, PosthocError):
             return batch
-        with self.predictor.backbone.reading(features=True, inputs=self.inputs) as read:
+        with predictor.backbone.reading(features=True, inputs=plan.inputs) as read:
             return join([read(batch)]).to(torch.device("cpu"))
 
+    return work
 
-class Predicting:
-    """Predicts for some rows of the outputs."""
 
-    def __init__(self, head: StrPath, outputs: StrPath, columns: Mapping[str, str | list[str]] | None) -> None:
-        self.method = methods.load(head, device="cuda" if torch.cuda.is_available() else None)
-        self.outputs = open_outputs(outputs, columns=columns)
-
-    def __call__(self, span: Span) -> Predictive:
-        return self.method.predict(self.outputs[slice(*span)]).cpu()
+def predicting(head: StrPath, outputs: StrPath, columns: Mapping[str, str | list[str]] | None) -> Work:
+    """A function that predicts for some rows of the outputs."""
+    method = methods.load(head, device="cuda" if torch.cuda.is_available() else None)
+    data = open_outputs(outputs, columns=columns)
+    return lambda span: method.predict(data[slice(*span)]).cpu()
 
 
 @dataclass
@@ -102,11 +99,11 @@ class Actor:
     """The class that Ray Data calls with a span. It returns errors of ours, since Ray changes those that are raised,
     and works in the driver's folder, with the driver's path of imports."""
 
-    def __init__(self, make: Callable[[], Callable[[Span], Any]], folder: str, path: list[str]) -> None:
+    def __init__(self, make: Callable[[], Work], folder: str, path: list[str]) -> None:
         os.chdir(folder)
         sys.path += [entry for entry in (folder, *path) if entry not in sys.path]
         self.make = make
-        self.work: Callable[[Span], Any] | None = None
+        self.work: Work | None = None
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -118,11 +115,7 @@ class Actor:
 
 
 def in_order(
-    make: Callable[[], Callable[[Span], Any]],
-    wanted: Sequence[Span],
-    actors: int | None = None,
-    *,
-    use_gpus: bool = True,
+    make: Callable[[], Work], wanted: Sequence[Span], actors: int | None = None, *, use_gpus: bool = True
 ) -> Generator[Any]:
     """The actors' results for some spans, in the order of the spans."""
     ray = require("ray", "ray", "--engine ray")
