@@ -18,7 +18,9 @@ from torch import nn
 
 from posthoc import DataError, FileError, LayerError, MissingExtraError, OptionError, Outputs, PosthocWarning
 from posthoc.collect.fingerprint import fingerprint
-from tests.collecting_cases import NET, TinyNet, assert_close, expected, images, outputs, predictor, raw
+from posthoc.integrations.datasets import open_data
+from posthoc.integrations.models import only_tensors
+from tests.collecting_cases import NET, TRANSFORM, TinyNet, assert_close, expected, images, outputs, predictor, raw
 
 ROWS = 5
 
@@ -63,14 +65,14 @@ def test_code_is_not_run_unless_it_is_trusted(package, fake_libraries):
     (package / "own_nets.py").write_text("raise SystemExit('this ran')")
     (package / "net.pt").write_bytes(b"")
     (package / "net.pt2").write_bytes(b"")
-    for options in [
-        {"name": "own_nets:make"},
-        {"name": "net.pt"},
-        {"name": "net.pt2"},
-        {"name": "torchvision:tiny", "transform": "own_nets:transform"},
+    for name, transform in [
+        ("own_nets:make", None),
+        ("net.pt", None),
+        ("net.pt2", None),
+        ("torchvision:tiny", "own_nets:f"),
     ]:
         with pytest.raises(OptionError, match=r"could do anything.*--trust-code"):
-            predictor(**options)
+            predictor(name, transform=transform)
     assert "own_nets" not in sys.modules
     with pytest.raises(OptionError, match=r"package\.module:function"):
         predictor("torchvision:tiny", transform="resize")
@@ -91,15 +93,13 @@ def test_any_callable_has_outputs_but_no_layers():
 
 
 def test_the_identity_tells_weights_layers_and_transforms_apart():
-    net, other = (
-        predictor(f"tests.collecting_cases:{name}", weights="none", trust_code=True)
-        for name in ("tiny_net", "other_net")
-    )
-    assert net.identity["network"] == fingerprint(TinyNet())
-    assert other.identity["network"] != net.identity["network"]
-    assert predictor(NET, weights="none", trust_code=True, layer="conv").identity["layer"] == "conv"
-    own = predictor(NET, weights="none", trust_code=True, transform="tests.collecting_cases:centred")
-    assert own.identity["transform"] == "tests.collecting_cases:centred"
+    options = {"weights": "none", "trust_code": True}
+    net = predictor(NET, **options).identity
+    assert net["network"] == fingerprint(TinyNet())
+    assert predictor("tests.collecting_cases:other_net", **options).identity["network"] != net["network"]
+    other = predictor(NET, layer="conv", transform=TRANSFORM, **options).identity
+    assert (other["layer"], other["transform"]) == ("conv", TRANSFORM)
+    assert (net["layer"], net["transform"]) == ("input of fc", "none")
 
 
 def test_what_names_no_predictor_is_refused(tmp_path):
@@ -244,30 +244,23 @@ def test_published_weights(fake_libraries, name, weights, seed, bright):
 
 
 @pytest.mark.parametrize("name", ["torchvision:tiny", "timm:tiny"])
-def test_a_file_of_weights_with_and_without_the_transform(fake_libraries, tmp_path, name):
+@pytest.mark.parametrize(("transform", "bright"), [(None, 0.2), ("none", 0.0)])
+def test_a_file_of_weights_with_and_without_the_transform(fake_libraries, tmp_path, name, transform, bright):
     trained = TinyNet(num_classes=7, seed=5)
     save_file(trained.state_dict(), tmp_path / "w.safetensors")
-    for transform, bright in ((None, 0.2), ("none", 0.0)):
-        opened = predictor(name, weights=str(tmp_path / "w.safetensors"), transform=transform)
-        wanted = expected(raw(ROWS) + bright, net=trained)
-        assert_close(outputs(opened, images(ROWS)), wanted, "outputs", "features")
+    opened = predictor(name, weights=str(tmp_path / "w.safetensors"), transform=transform)
+    assert_close(outputs(opened, images(ROWS)), expected(raw(ROWS) + bright, net=trained), "outputs", "features")
 
 
-@pytest.mark.parametrize(
-    ("name", "weights", "message"),
-    [
+def test_names_and_inputs_that_do_not_fit_are_refused(fake_libraries):
+    for name, weights, message in [
         ("torchvision:tinny", None, "Do you mean tiny"),
         ("torchvision:tiny", "V3", "The weights are: V1, V2, DEFAULT"),
         ("timm:tinny", None, r"Do you mean .*tiny"),
         ("timm:tiny", "v3", r"Do you mean .*tiny"),
-    ],
-)
-def test_names_that_do_not_exist(fake_libraries, name, weights, message):
-    with pytest.raises(OptionError, match=message):
-        predictor(name, weights=weights)
-
-
-def test_a_network_for_images_refuses_numbers(fake_libraries):
+    ]:
+        with pytest.raises(OptionError, match=message):
+            predictor(name, weights=weights)
     with pytest.raises(DataError, match="Expected an image a row for this predictor, got numbers"):
         outputs(predictor("torchvision:tiny"), [np.ones(3)])
 
@@ -302,21 +295,11 @@ def test_the_real_library(library, tmp_path):
         predictor(f"{library}:resnet_18")
 
 
-def test_real_published_weights_are_never_unpickled(tmp_path, monkeypatch):
-    net, transform = real_network("torchvision")
-    models = import_module("torchvision.models")
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    cache = tmp_path / "hub" / "checkpoints" / models.ResNet18_Weights.DEFAULT.url.rpartition("/")[2]
-    cache.parent.mkdir(parents=True)
-    net = models.resnet18()
-    torch.save(net.state_dict(), cache)
-    found = outputs(predictor("torchvision:resnet18", weights="IMAGENET1K_V1"), images(ROWS))
-    with torch.no_grad():
-        torch.testing.assert_close(found.outputs, net.eval()(torch.stack([transform(i) for i in images(ROWS)])))
+def test_published_weights_are_never_unpickled(tmp_path, monkeypatch):
     monkeypatch.setenv("POSTHOC_TEST_BOMB", str(tmp_path / "exploded"))
-    torch.save({"fc.weight": Bomb()}, cache)
-    with pytest.raises(pickle.UnpicklingError):
-        predictor("torchvision:resnet18")
+    torch.save({"fc.weight": Bomb()}, tmp_path / "published.pth")
+    with only_tensors(), pytest.raises(pickle.UnpicklingError):  # which torchvision downloads in this way
+        torch.hub.load_state_dict_from_url((tmp_path / "published.pth").as_uri(), str(tmp_path / "cache"))
     assert not (tmp_path / "exploded").exists()
 
 
@@ -327,11 +310,14 @@ def test_real_published_weights_are_never_unpickled(tmp_path, monkeypatch):
         ("timm:resnet50", "timm", "timm"),
         ("hf:some/model", "transformers", "hf"),
         ("net.onnx", "onnxruntime", "onnx"),
+        (NET, "PIL", "images"),
+        (NET, "datasets", "hf"),
     ],
 )
 def test_a_missing_library_says_what_to_install(package, monkeypatch, name, library, extra):
     (package / "net.onnx").write_bytes(b"")
+    (package / "d.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, f"{library}.models", raising=False)
     with pytest.raises(MissingExtraError, match=rf"pip install 'posthoc\[{extra}\]'"):
-        predictor(name)
+        predictor(name) if name != NET else open_data("." if library == "PIL" else "d.parquet")

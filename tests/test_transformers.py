@@ -158,19 +158,18 @@ def test_a_streamed_data_set_is_resumed_at_its_row(saved, tmp_path):
 
 def test_hugging_face_data_sets_have_an_identity(saved):
     names = ["mapped", "splits:train", "splits:test", "files"]
-    marks = [open_data(f"hf:{saved}/{name}").identity for name in names]
-    assert all(marks.count(mark) == 1 for mark in marks)
-    assert open_data(f"hf:{saved}/mapped").identity == marks[0]
-    other = open_data(f"hf:{saved}/mapped", input_columns=["label"], target_column="label")
-    assert other.identity != marks[0]
+    found = [open_data(f"hf:{saved}/{name}").identity for name in names]
+    found.append(open_data(f"hf:{saved}/mapped", input_columns=["label"], target_column="label").identity)
+    assert all(found.count(identity) == 1 for identity in found)
+    assert open_data(f"hf:{saved}/mapped").identity == found[0]
 
 
-def test_hugging_face_data_sets_that_cannot_be_used_are_refused(saved, tmp_path, monkeypatch):
-    with pytest.raises(OptionError, match="Expected one of the splits train, test, got None"):
-        open_data(f"hf:{saved}/splits")
-    with pytest.raises(OptionError, match="Expected one of the splits train, got test"):
-        open_data(f"hf:{saved}/files:test")
-    with pytest.raises(OptionError, match="which has none"):
-        open_data(f"hf:{saved}/mapped:train")
-    with pytest.raises(FileError, match="Expected a data set on the Hugging Face hub or a folder of one"):
-        open_data(f"hf:{tmp_path}")
+def test_hugging_face_data_sets_that_cannot_be_used_are_refused(saved, tmp_path):
+    for name, error, message in [
+        (f"{saved}/splits", OptionError, "Expected one of the splits train, test, got None"),
+        (f"{saved}/files:test", OptionError, "Expected one of the splits train, got test"),
+        (f"{saved}/mapped:train", OptionError, "which has none"),
+        (f"{tmp_path}", FileError, "Expected a data set on the Hugging Face hub or a folder of one"),
+    ]:
+        with pytest.raises(error, match=message):
+            open_data(f"hf:{name}")

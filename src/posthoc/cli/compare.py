@@ -28,9 +28,6 @@ __all__ = ["compare"]
 
 T = TypeVar("T")
 
-ROLES = ("train", "test", "ood", "val")
-"""What the files of outputs are for."""
-
 
 def compare(
     train: Annotated[str, typer.Argument(help=shared.DATA)],
@@ -68,7 +65,8 @@ def compare(
 
     chosen = REGISTRY if methods == "all" else [method_named(name.strip()).name for name in methods.split(",")]
     tables = options_by_method(shared.read_config(config, set_), list(chosen))
-    paths = {role: path for role, path in zip(ROLES, (train, test, ood, val), strict=True) if path is not None}
+    given = {"train": train, "test": test, "ood": ood, "val": val}
+    paths = {role: path for role, path in given.items() if path is not None}
     columns = shared.read_columns(outputs=outputs, targets=targets, features=features, inputs=inputs)
     data = open_data(paths, columns)
     kind = check_data(data, task, outputs_are or "logits")

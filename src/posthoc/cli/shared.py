@@ -120,12 +120,10 @@ def build_method(name: str, task: str, options: dict[str, Any], device: str | No
 
 def describe(rows: Outputs) -> str:
     """The size of some outputs, in words."""
-    widths = {name: rows.space(name) for name in ("outputs", "features", "inputs")}
-    sizes = [
-        f"{block.shape[1]:,} {name if block.shape[1] != 1 else name[:-1]}"
-        for name, block in widths.items()
-        if block is not None
-    ]
+    sizes = []
+    for name in ("outputs", "features", "inputs"):
+        if (block := rows.space(name)) is not None:
+            sizes.append(f"{block.shape[1]:,} {name if block.shape[1] != 1 else name[:-1]}")
     return f"{len(rows):,} rows ({', '.join(sizes)})"
 
 
@@ -157,9 +155,9 @@ def require_output(path: Path, *, force: bool, inputs: Iterable[str | Path | Non
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file, whole or not at all."""
-    from posthoc.io import atomic_path, writing
+    from posthoc.io import atomic_path
 
-    with writing(path, "Make room, or write elsewhere."), atomic_path(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from posthoc.errors import OptionError
-from posthoc.io import atomic_path, writing
+from posthoc.io import atomic_path
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.classification import ClassificationPredictive
@@ -36,7 +36,7 @@ def write_predictions(parts: Iterable[Predictive], path: str | os.PathLike[str])
     writer = require_table(path)
     add: Callable[[Columns], object] | None = None
     rows = 0
-    with writing(path, "Make room, or write elsewhere."), atomic_path(path) as temporary, ExitStack() as stack:
+    with atomic_path(path) as temporary, ExitStack() as stack:
         for part in parts:
             table = columns(part.cpu(), rows)
             add = add or stack.enter_context(writer(temporary, table))

@@ -150,12 +150,11 @@ class ArrayRows:
             raise
         except (zipfile.BadZipFile, ValueError, EOFError, OSError, KeyError) as error:
             raise FileError(f"Expected arrays of numbers in {path}, found what cannot be read ({error}).") from error
-        for name, array in (("inputs", self.inputs), ("targets", self.targets)):
-            if array is not None and (array.dtype.kind not in "fiub" or not array.ndim or not len(array)):
-                raise DataError(f"Expected at least one row of numbers as {name} in {path}, got {array.dtype}.")
-        if self.targets is not None and len(self.targets) != len(self.inputs):
-            rows = f"{len(self.targets)} and {len(self.inputs)}"
-            raise DataError(f"Expected as many targets as inputs in {path}, found {rows}.")
+        arrays = [array for array in (self.inputs, self.targets) if array is not None]
+        lengths = {len(array) if array.ndim and array.dtype.kind in "fiub" else 0 for array in arrays}
+        if len(lengths) > 1 or 0 in lengths:
+            found = " and ".join(f"{array.dtype} of shape {array.shape}" for array in arrays)
+            raise DataError(f"Expected rows of numbers in {path}, as many targets as inputs, found {found}.")
         self.identity = {"kind": "npz", "rows": len(self), "digest": file_digest(path), "columns": columns._asdict()}
 
     def __len__(self) -> int:
@@ -169,26 +168,16 @@ class ArrayRows:
 
 
 @dataclass
-class TableRows:
-    """A `datasets.Dataset`, which is mapped from the disk."""
+class Table:
+    """A data set of the library `datasets`, in which images are as they are stored.
 
-    costly: ClassVar = True
-
-    table: Any
-    columns: Columns
-    name: str
-    identity: dict[str, Any]
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, row: int) -> tuple[Any, Any]:
-        return to_row(self.table[row], self.table.features, self.columns, f"row {row} of {self.name}")
-
-
-@dataclass
-class StreamedRows:
-    """A `datasets.IterableDataset`, whose rows can only be read in order."""
+    Args:
+        table: The data set.
+        columns: The columns that are read.
+        name: What errors call it.
+        identity: What tells it from other data.
+        first: The number of the first row.
+    """
 
     costly: ClassVar = True
 
@@ -198,13 +187,38 @@ class StreamedRows:
     identity: dict[str, Any]
     first: int = 0
 
+    def read(self, example: dict[str, Any], row: int) -> tuple[Any, Any]:
+        """The input and the target of a row."""
+        features = self.table.features or {}
+        places = {name: f"column {name!r} of row {row} of {self.name}" for name in example}
+        values = [to_input(example[name], features.get(name), places[name]) for name in self.columns.inputs]
+        if len(values) > 1:
+            if any(not isinstance(value, np.ndarray) or value.shape != (1,) for value in values):
+                raise DataError("Expected one number a row in each of several input columns, got texts or others.")
+            values = [np.concatenate(values)]
+        name = self.columns.target
+        return values[0], None if name is None else to_numbers(example[name], features.get(name), places[name])
+
+
+class TableRows(Table):
+    """A `datasets.Dataset`, which is mapped from the disk."""
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, row: int) -> tuple[Any, Any]:
+        return self.read(self.table[row], row)
+
+
+class StreamedRows(Table):
+    """A `datasets.IterableDataset`, whose rows can only be read in order."""
+
     def skip(self, rows: int) -> StreamedRows:
         """The same without its first rows."""
         return replace(self, table=self.table.skip(rows), first=self.first + rows)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        for row, example in enumerate(self.table, self.first):
-            yield to_row(example, self.table.features or {}, self.columns, f"row {row} of {self.name}")
+        return (self.read(example, row) for row, example in enumerate(self.table, self.first))
 
 
 Rows = ImageFolder | ArrayRows | TableRows | StreamedRows
@@ -274,18 +288,7 @@ def rows_of(table: Any, library: Any, name: str, columns: Columns, identity: dic
     return rows(table, columns, name, {**identity, "columns": columns._asdict()})
 
 
-def to_row(example: dict[str, Any], features: Any, columns: Columns, place: str) -> tuple[Any, Any]:
-    """The input and the target of a row of a table."""
-    values = [to_input(example[name], features.get(name), name, place) for name in columns.inputs]
-    if len(values) > 1:
-        if any(not isinstance(value, np.ndarray) or value.shape != (1,) for value in values):
-            raise DataError("Expected one number a row in each of several input columns, got lists, texts or images.")
-        values = [np.concatenate(values)]
-    name = columns.target
-    return values[0], None if name is None else to_numbers(example[name], features.get(name), name, place)
-
-
-def to_input(value: Any, feature: Any, name: str, place: str) -> Any:
+def to_input(value: Any, feature: Any, place: str) -> Any:
     """An image, a text, or an array of numbers."""
     if isinstance(value, str):
         return value
@@ -296,10 +299,10 @@ def to_input(value: Any, feature: Any, name: str, place: str) -> Any:
         if content is None and path is None:
             raise DataError(f"Expected the bytes or the path of an image in {place}, found neither.")
         return read_image(io.BytesIO(content) if content is not None else path, f"{place} ({path})" if path else place)
-    return np.atleast_1d(to_numbers(value, feature, name, place))
+    return np.atleast_1d(to_numbers(value, feature, place))
 
 
-def to_numbers(value: Any, feature: Any, name: str, place: str) -> np.ndarray[Any, Any]:
+def to_numbers(value: Any, feature: Any, place: str) -> np.ndarray[Any, Any]:
     """A number or lists of numbers, in the type of the column."""
     while hasattr(feature, "feature"):  # lists say what is in them
         feature = feature.feature
@@ -308,7 +311,7 @@ def to_numbers(value: Any, feature: Any, name: str, place: str) -> np.ndarray[An
         with suppress(TypeError, ValueError):
             array = np.asarray(value, getattr(feature, "dtype", None))
     if array is None or array.dtype.kind not in "fiub":
-        expected = f"numbers, or lists of numbers of one length, in column {name!r} of {place}"
+        expected = f"numbers, or lists of numbers of one length, in {place}"
         raise DataError(f"Expected {expected}, got {reprlib.repr(value)}. Number the names of classes from 0 first.")
     return array
 
