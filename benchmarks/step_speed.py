@@ -158,7 +158,7 @@ def agree(task: Task, method: FMGP) -> None:
             p.add_(size * torch.randn(p.shape, generator=g, dtype=p.dtype).to(p.device))
         rows = torch.arange(BATCH, device=outputs.outputs.device)
         objective = Objective(head.process, head.likelihood, method.config.alpha, len(outputs))
-        batch = PointView(outputs, head.coordinates).batch(head.likelihood, rows)
+        batch = PointView(outputs, head.coordinates).batch(head.likelihood, outputs[rows])
         reference = DenseFMGP(head, len(outputs))
         coordinates = getattr(outputs, task.space)[rows]
         torch.testing.assert_close(

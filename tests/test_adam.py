@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from posthoc.training import History, Training, train
+from posthoc.training import Training, train
 from posthoc.training.adam import BETA1, BETA2, EPS, FlatAdam
 from tests.test_training import Nothing, fitted
 
@@ -69,20 +69,6 @@ def test_values_are_kept_and_live_in_one_vector_for_each_dtype() -> None:
     assert all(bool((p == 2.5).all()) for p in ps)
 
 
-def test_gradients_are_gathered_in_one_vector() -> None:
-    ps = parameters()
-    flat = FlatAdam(ps)
-    assert all(not bool(grad.any()) for grad in flat.grads)
-    sum((p.double() * (i + 1)).sum() for i, p in enumerate(ps)).backward()  # type: ignore[union-attr]
-    for i, p in enumerate(ps):
-        assert p.grad is not None
-        assert bool((p.grad == i + 1).all())
-    sizes = sorted(grad.unique().tolist() for grad in flat.grads)
-    assert sizes == [[1.0, 3.0, 6.0], [2.0, 4.0]]
-    flat.clear()
-    assert all(p.grad is not None and not bool(p.grad.any()) for p in ps)
-
-
 def test_parameters_that_are_fixed_are_left_alone() -> None:
     ps = parameters()
     ps[0].requires_grad_(False)
@@ -93,17 +79,6 @@ def test_parameters_that_are_fixed_are_left_alone() -> None:
     flat.release()
     assert ps[0].data_ptr() == place
     assert not FlatAdam([ps[0]]).parameters
-
-
-def test_a_parameter_of_odd_strides_keeps_its_values() -> None:
-    p = nn.Parameter(torch.arange(6.0).reshape(2, 3).mT)
-    flat = FlatAdam([p])
-    assert torch.equal(p, torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]))
-    (p * torch.tensor([[1.0, 2.0]])).sum().backward()
-    assert p.grad is not None
-    assert torch.equal(p.grad, torch.tensor([[1.0, 2.0]] * 3))
-    flat.release()
-    assert p.shape == (3, 2)
 
 
 def test_release_gives_every_parameter_memory_of_its_own() -> None:
@@ -159,12 +134,6 @@ def test_steps_are_those_of_torch_to_the_bit(dtype: torch.dtype) -> None:
     assert not torch.equal(found, joined(parameters()))
 
 
-def test_steps_are_those_of_torch_parameter_by_parameter() -> None:
-    found, expected = moved(FlatAdam(parameters()), range(STEPS)), moved_by_torch(parameters(), gradients)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=4 * torch.finfo(ours.dtype).eps, atol=1e-15)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
 def test_a_learning_rate_on_the_device_gives_the_same_bits(device: str) -> None:
     """Where it is a float32, as `lr_at` gives it."""
@@ -181,17 +150,6 @@ def test_a_learning_rate_on_the_device_gives_the_same_bits(device: str) -> None:
     assert torch.equal(run(lambda lr: lr), run(lambda lr: torch.tensor(lr, device=device)))
 
 
-def test_first_step_is_the_formula() -> None:
-    """m̂/(√v̂ + ε) is g/(|g| + ε) at first: a step of the learning rate, whatever the size of the gradient."""
-    p = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
-    flat = FlatAdam([p])
-    grad = torch.tensor([1e-8, -5.0, 0.0, 1e9], dtype=torch.float64)
-    flat.grads[0].copy_(grad)
-    flat.step(0.1)
-    expected = torch.tensor([1.0, 2.0, 3.0, 4.0]) - 0.1 * grad / (grad.abs() + EPS)
-    torch.testing.assert_close(p.detach(), expected, rtol=1e-12, atol=0.0)
-
-
 # Going back.
 
 
@@ -206,44 +164,7 @@ def test_a_snapshot_brings_back_values_moments_and_counts() -> None:
     assert own_nothing_in_common([*snapshot, *flat.state])
 
 
-def test_values_alone_are_brought_back_without_the_rest() -> None:
-    flat = FlatAdam(parameters())
-    kept = [v.clone() for v in flat.values]
-    for grad in flat.grads:
-        grad.fill_(1.0)
-    flat.step(0.1)
-    moments = [m.clone() for m in flat.first]
-    flat.restore(kept)
-    assert all(torch.equal(v, k) for v, k in zip(flat.values, kept, strict=True))
-    assert all(torch.equal(m, k) for m, k in zip(flat.first, moments, strict=True))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_value_that_is_no_number_is_noticed(value: float) -> None:
-    ps = parameters()
-    flat = FlatAdam(ps)
-    assert flat.finite
-    with torch.no_grad():
-        ps[3][1, 0, 2] = value
-    assert not flat.finite
-
-
 # In the loop.
-
-
-def test_parameters_are_views_while_they_train_and_their_own_afterwards() -> None:
-    ps = parameters()
-    seen: list[int] = []
-
-    def objective(batch: Any) -> Tensor:
-        seen.append(len({storage(p) for p in ps if p.numel()}))
-        return sum((p.double() - 1.0).square().sum() for p in ps)  # type: ignore[return-value]
-
-    history = train(objective, ps, Nothing(), Training(steps=5))
-    assert isinstance(history, History)
-    assert seen == [2] * 5  # one vector for each dtype
-    assert own_nothing_in_common(ps)
-    assert all(p.grad is None for p in ps)
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +18,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from posthoc import FMGP, RBF, Categorical, NotPSDError, Outputs, PosthocError, PosthocWarning, TrainingError
+from posthoc import FMGP, RBF, Categorical, Gaussian, NotPSDError, Outputs, PosthocWarning, TrainingError
 from posthoc.collect import open_outputs, save_outputs
-from posthoc.fmgp.minibatches import DrawnBatches, Prefetch
+from posthoc.fmgp.coordinates import Coordinates
+from posthoc.fmgp.minibatches import DrawnBatches, PointView, drawn_rows
 from posthoc.numerics import cholesky
-from posthoc.training import History, Training, drawn_rows, train
-from posthoc.training.adam import FlatAdam
+from posthoc.training import History, Ranks, Training, loop, train
 from posthoc.training.cuda_graph import GraphSteps
-from posthoc.training.distributed import Ranks
 from posthoc.training.loop import PlainSteps
 from tests.cases import numbers, same
 
@@ -102,14 +102,6 @@ def test_a_graph_gives_the_numbers_of_ordinary_steps(case: str, calls: dict[str,
 
 
 @cuda
-def test_a_batch_of_all_rows_is_replayed_too(calls: dict[str, int]) -> None:
-    replayed, plain = (fit("ten classes", way=way, data=classes(40, c=10)) for way in ("graph", "plain"))
-    assert calls["captured"] == 1
-    assert replayed.history == plain.history
-    assert same(numbers(replayed), numbers(plain))
-
-
-@cuda
 def test_early_stopping_in_a_graph(calls: dict[str, int]) -> None:
     watched = {"lr": 0.1, "eval_every": 3, "patience": 2}
     data = classes(400, c=10)
@@ -165,19 +157,6 @@ def test_draws_on_the_gpu_go_on_too(tmp_path: Path, calls: dict[str, int]) -> No
     assert same(numbers(found), numbers(expected))
     assert found.history == expected.history
     assert calls["graph"] == 0  # draws cannot be replayed
-
-
-@cuda
-@pytest.mark.filterwarnings("ignore::posthoc.PosthocWarning")
-def test_a_graph_whose_numbers_fail_says_what_ordinary_steps_say(calls: dict[str, int]) -> None:
-    said = []
-    for way in ("graph", "plain"):
-        with pytest.raises(PosthocError) as failure:
-            fit("regression", way=way, options={"kernel": RBF(amplitude=1e-3).requires_grad_(False), "lr": 1e6})
-        said.append((type(failure.value), str(failure.value)))
-    assert said[0] == said[1]
-    assert said[0][0] in (TrainingError, NotPSDError)
-    assert calls["captured"] == 1
 
 
 class Same:
@@ -237,20 +216,6 @@ def test_a_factor_that_fails_in_a_graph_has_its_jitter_in_an_ordinary_step(calls
     assert calls["plain"] == calls["graph"] == 3  # each block had such a step
     with pytest.warns(PosthocWarning, match="was not positive definite"):
         plain = descend(singular, "cuda", "plain")
-    assert torch.equal(replayed[0], plain[0])
-    assert replayed[1] == plain[1]
-
-
-@cuda
-def test_one_bad_block_does_not_end_the_graph(calls: dict[str, int]) -> None:
-    def once(p: Tensor, step: Tensor) -> Tensor:
-        return singular(p, 2.0 * (step == 5).double()) + waves(p, step)
-
-    with pytest.warns(PosthocWarning, match="was not positive definite"):
-        replayed = descend(once, "cuda", "graph")
-    assert calls == {"graph": 3, "plain": 1, "captured": 1}
-    with pytest.warns(PosthocWarning, match="was not positive definite"):
-        plain = descend(once, "cuda", "plain")
     assert torch.equal(replayed[0], plain[0])
     assert replayed[1] == plain[1]
 
@@ -324,18 +289,35 @@ def test_reading_ahead_does_not_disturb_the_capture(monkeypatch: pytest.MonkeyPa
 # What can be seen without a GPU.
 
 
-def test_a_graph_is_for_one_gpu_batches_of_one_shape_and_no_draws() -> None:
-    gpu, cpu = (SimpleNamespace(values=[SimpleNamespace(device=torch.device(name))]) for name in ("cuda", "cpu"))
-    alone, together = Ranks(), Ranks()
-    together.count = 2
-    fixed, fresh = SimpleNamespace(fixed=True), SimpleNamespace(fixed=False)
-    assert GraphSteps.possible(gpu, alone, fixed, None)
-    assert not GraphSteps.possible(cpu, alone, fixed, None)
-    assert not GraphSteps.possible(SimpleNamespace(values=gpu.values + cpu.values), alone, fixed, None)
-    assert not GraphSteps.possible(gpu, together, fixed, None)
-    assert not GraphSteps.possible(gpu, alone, fresh, None)
-    assert not GraphSteps.possible(gpu, alone, fixed, torch.Generator())
-    assert not GraphSteps.possible(FlatAdam([nn.Parameter(torch.zeros(2))]), alone, Same("cpu"), None)
+@pytest.mark.parametrize(
+    ("devices", "fixed", "alone", "draws", "expected"),
+    [
+        (["cuda"], True, True, None, "captured"),
+        (["cpu"], True, True, None, "ordinary"),
+        (["cuda", "cpu"], True, True, None, "ordinary"),
+        (["cuda"], False, True, None, "ordinary"),
+        (["cuda"], True, False, None, "ordinary"),
+        (["cuda"], True, True, torch.Generator(), "ordinary"),
+    ],
+)
+def test_a_graph_is_for_one_gpu_batches_of_one_shape_and_no_draws(
+    devices: list[str], fixed: bool, alone: bool, draws: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end_with(way: str) -> Callable[..., Any]:
+        def end(*args: Any) -> Any:
+            raise LookupError(way)
+
+        return end
+
+    values = [SimpleNamespace(device=torch.device(name)) for name in devices]
+    optimizer = SimpleNamespace(parameters=[None], values=values, release=lambda: None)
+    ranks = SimpleNamespace(alone=alone, share=lambda tensors: None, agree=end_with("ordinary"))
+    monkeypatch.setattr(loop, "FlatAdam", lambda parameters: optimizer)
+    monkeypatch.setattr(loop, "Ranks", lambda: ranks)
+    monkeypatch.setattr(loop, "GraphSteps", end_with("captured"))
+    source: Any = SimpleNamespace(fixed=fixed, weight=1.0, ahead=1)
+    with pytest.raises(LookupError, match=expected):
+        train(lambda batch: batch, [], source, Training(), generator=draws)
 
 
 class PretendedGraph:
@@ -420,37 +402,38 @@ def test_rows_of_a_step_do_not_depend_on_the_block_it_is_read_in() -> None:
     assert 0 <= int(whole.min()) < int(whole.max()) < 1000
 
 
-def test_every_seed_has_rows_of_its_own() -> None:
-    seeds = [0, 1, 2, 2**32, 2**32 + 1, 2**62]
-    assert len({tuple(drawn_rows(10**6, 20, seed, step, 1)[0].tolist()) for seed in seeds for step in (0, 64)}) == 12
+@pytest.fixture
+def read_ahead(monkeypatch: pytest.MonkeyPatch) -> DrawnBatches:
+    """Batches as they are read for a GPU."""
+    monkeypatch.setattr(Outputs, "pinned", lambda self: self)
+    batches = drawn_batches()
+    batches.reader = ThreadPoolExecutor(1)
+    return batches
 
 
-def test_blocks_are_read_ahead_and_in_any_order() -> None:
-    asked: list[tuple[int, int]] = []
-
-    def read(step: int, count: int) -> Any:
-        asked.append((step, count))
-        return step, count
-
-    reader: Any = Prefetch(read)
-    wanted = [(0, 5), (5, 5), (10, 2), (12, 5), (17, 5), (3, 5)]
-    for place in wanted:
-        assert reader(*place) == place
-        following = (place[0] + place[1], place[1])
-        end = time.monotonic() + 60.0
-        while following not in asked and time.monotonic() < end:
-            time.sleep(0.001)
-        assert following in asked  # before anybody wanted it
-    assert [place for place in asked if place in [(5, 5), (17, 5)]] == [(5, 5), (17, 5)]  # and not once more
+def drawn_batches() -> DrawnBatches:
+    data, likelihood = reals(200), Gaussian()
+    assert data.targets is not None
+    likelihood.initialize(data.outputs, data.targets)
+    coordinates = Coordinates.of(data, RBF(), standardize=True)
+    return DrawnBatches(PointView(data, coordinates), likelihood, 7, 0, Ranks())
 
 
-def test_an_error_of_the_reader_is_not_lost() -> None:
-    def read(step: int, count: int) -> Any:
+def test_blocks_are_read_ahead_and_in_any_order(read_ahead: DrawnBatches) -> None:
+    plain = drawn_batches()
+    for step, count in [(0, 5), (5, 5), (10, 2), (12, 5), (3, 5)]:
+        assert torch.equal(read_ahead.block(step, count).target, plain.block(step, count).target)
+        assert list(read_ahead.next) == [(step + count, count)]  # before anybody wanted it
+    assert not plain.next
+
+
+def test_an_error_of_the_reader_is_not_lost(read_ahead: DrawnBatches, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(step: int, count: int) -> Outputs:
         if step == 5:
             raise OSError("the disk is gone")
-        return step
+        return reals(7 * count)
 
-    reader: Any = Prefetch(read)
-    assert reader(0, 5) == 0
+    monkeypatch.setattr(read_ahead, "_read", read)
+    read_ahead.block(0, 5)
     with pytest.raises(OSError, match="the disk is gone"):
-        reader(5, 5)
+        read_ahead.block(5, 5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import socket
@@ -21,8 +20,8 @@ from torch import distributed as dist
 from posthoc import FMGP, Categorical, PosthocError
 from posthoc.collect import save_outputs
 from posthoc.fmgp import build as building
-from posthoc.fmgp import coordinates as points
-from posthoc.training import Checkpoint, History, Ranks, slice_of
+from posthoc.fmgp.coordinates import Coordinates
+from posthoc.training import Checkpoint, History, Ranks
 from posthoc.training.distributed import distributed
 from posthoc.training.loop import PlainSteps
 from tests import test_checkpoint
@@ -165,8 +164,12 @@ def test_ranks_agree_to_the_bit_and_with_one_process_to_a_millionth(case: str, c
 def start_a_little_elsewhere(rank: int, folder: Path) -> None:
     """As on another kind of processor, which rounds differently."""
     if rank:
-        units = points.location_and_scale
-        points.location_and_scale = lambda block: (units(block)[0] + 1e-9, units(block)[1])
+        standardize = Coordinates.set_units
+
+        def shifted(self: Coordinates, space: str, block: torch.Tensor) -> None:
+            standardize(self, space, block + 1e-9)
+
+        Coordinates.set_units = shifted  # type: ignore[method-assign]
         building.START = 1.0 + 1e-9
     FitAndSave("classes")(rank, folder)
 
@@ -183,28 +186,32 @@ def test_slices_cover_a_batch_once_and_evenly() -> None:
         slices = []
         for rank in range(count):
             ranks.rank, ranks.count = rank, count
-            slices.append(range(size)[slice_of(size, ranks)])
+            slices.append(range(size)[ranks.part(size)])
         assert [row for part in slices for row in part] == list(range(size))
         assert {len(part) for part in slices} <= {size // count, -(-size // count)}
 
 
-def ask_for_draws(rank: int, folder: Path) -> None:
-    FMGP(None, CASES["Monte Carlo"]()[0], **SMALL).fit(classes(150))
+class Refused:
+    """A fit that several processes cannot do."""
+
+    def __init__(self, likelihood: str, **options: Any) -> None:
+        self.likelihood, self.options = likelihood, options
+
+    def __call__(self, rank: int, folder: Path) -> None:
+        likelihood = CASES["Monte Carlo"]()[0] if self.likelihood == "Monte Carlo" else self.likelihood
+        FMGP(None, likelihood, **{**SMALL, **self.options}).fit(classes(150))
 
 
-def test_draws_are_for_one_process(tmp_path: Path) -> None:
-    assert together(ask_for_draws, 2, tmp_path) == [1, 1]
-    assert all("OptionError: Monte Carlo training draws in one process" in error for error in errors(2, tmp_path))
-
-
-def ask_for_small_batches(rank: int, folder: Path) -> None:
-    FMGP(None, "classification", **{**SMALL, "batch_size": 2}).fit(classes(150))
-
-
-def test_fewer_rows_than_processes_are_refused(tmp_path: Path) -> None:
-    assert together(ask_for_small_batches, 3, tmp_path) == [1, 1, 1]
-    expected = "OptionError: Expected batches of at least one row a process, got 2 for 3."
-    assert errors(3, tmp_path) == [expected] * 3
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (Refused("Monte Carlo"), "Monte Carlo training draws in one process"),
+        (Refused("classification", batch_size=1), "Expected batches of at least one row a process, got 1 for 2."),
+    ],
+)
+def test_fits_for_one_process_are_refused(job: Job, message: str, tmp_path: Path) -> None:
+    assert together(job, 2, tmp_path) == [1, 1]
+    assert all(f"OptionError: {message}" in error for error in errors(2, tmp_path))
 
 
 # Processes that die.
@@ -242,24 +249,6 @@ def test_the_others_stop_when_one_fails(which: int, how: Callable[[], None], tmp
         assert code == 1
         assert said.startswith("TrainingError: Lost touch with another process of this run (")
         assert "--checkpoint and --resume" in said
-
-
-def spoil_the_loss_of_one(rank: int, folder: Path) -> None:
-    step, taken = PlainSteps.step, iter(range(STEPS))
-
-    def spoilt(*args: Any) -> Any:
-        loss = step(*args)
-        return loss * math.nan if next(taken) == 10 and rank == 1 else loss
-
-    PlainSteps.step = spoilt  # type: ignore[method-assign, assignment]
-    fit("classes")
-
-
-def test_a_loss_that_is_no_number_in_one_is_an_error_of_all(tmp_path: Path) -> None:
-    assert together(spoil_the_loss_of_one, 2, tmp_path) == [1, 1]
-    first, second = errors(2, tmp_path)
-    assert first == second
-    assert first.startswith("TrainingError: The loss became nan at step 11 of 100.")
 
 
 # Checkpoints.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from posthoc import FMGP, Outputs
-from posthoc.base import MOST_OUTPUTS
+from posthoc.base import MOST_OUTPUTS, TYPICAL_ROWS
 from posthoc.collect import open_outputs
 from posthoc.collect.data_warnings import ROWS
 from posthoc.collect.folder import Manifest
 from posthoc.fmgp import selection
-from posthoc.fmgp.build import RANK, TYPICAL_ROWS
+from posthoc.fmgp.build import RANK
 from posthoc.fmgp.minibatches import MAX_BATCHES, MAX_VALUES, DrawnBatches
 from posthoc.fmgp.output_covariance import CoupledLatent, LowRankLatent, OutputCovariance
 from posthoc.likelihoods.temperature import TYPICAL as SUITABLE
@@ -295,29 +294,3 @@ ROOM = 60 * 10**6
 @linux
 def test_ten_million_rows_stay_in_their_file(tmp_path: Path) -> None:
     assert end_of(start(fit_ten_million_rows_in_little_memory, tmp_path / "outputs")) == 0
-
-
-def fit_and_predict_many_classes(form: str, out: Path) -> None:
-    torch.set_num_threads(1)
-    outputs = many(2000, 10_000)
-    method = FMGP(None, "classification", num_inducing=100, steps=3, **FORMS[form]).fit(outputs)
-    pred = method.predict(outputs)
-    assert bool(pred.log_prob(outputs.targets).isfinite().all())
-    out.write_text(str(memory_of_this_process("VmHWM")))
-
-
-@linux
-@pytest.mark.parametrize("form", FORMS)
-def test_ten_thousand_classes_take_less_than_two_gigabytes(form: str, tmp_path: Path) -> None:
-    assert end_of(start(fit_and_predict_many_classes, form, tmp_path / "peak")) == 0
-    peak = int((tmp_path / "peak").read_text())
-    assert 2000 * 10_000 * 4 * 3 < peak < 2 * 10**9  # what is given and what comes back is in it
-    assert math.prod([100, 100, 10_000, 8, 3]) > 2 * 10**9  # and a step of the dense form would not be
-
-
-def test_rows_for_units_do_not_meet_what_repeats_itself_at_one_place() -> None:
-    values = torch.arange(4000).double()
-    some = Outputs(values[:, None]).spread(1000).outputs.squeeze(1)
-    assert len(some) == 1000
-    assert torch.equal(some.div(4).floor(), torch.arange(1000).double())  # one from every stretch of four
-    assert {int(place) for place in some % 4} == {0, 1, 2, 3}

@@ -10,7 +10,6 @@ import torch
 
 from posthoc import FMGP, RBF, DataError, OptionError, Outputs
 from posthoc.fmgp.ood import FAR_LEVEL, FLOOR_LEVEL, OutOfDistribution, top_margin
-from posthoc.predictive.latent import IndependentLatent, Widened
 
 G = torch.Generator
 
@@ -124,15 +123,6 @@ def test_constant_and_zero_features_are_no_trouble():
     assert bool((ood.logit_scale(d) > 0.0).all())
 
 
-def test_widened_latent_is_the_sum_of_two():
-    g = G().manual_seed(0)
-    v, more, top = torch.rand(5, 4, generator=g), torch.rand(5, generator=g), torch.tensor([0, 1, 2, 3, 0])
-    wide, sum_ = Widened(IndependentLatent(v), more), IndependentLatent(v + more[:, None])
-    torch.testing.assert_close(wide.variance, sum_.variance)
-    torch.testing.assert_close(wide.covariance(), sum_.covariance())
-    torch.testing.assert_close(wide.difference(top), sum_.difference(top))
-
-
 def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
     data = classified()
     known, new = classified(300, seed=1), classified(300, seed=1)
@@ -150,24 +140,6 @@ def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
     again = FMGP.load(tmp_path / "head")
     assert again.config.ood_strength == bayes.config.ood_strength
     assert torch.equal(again.predict(new).probs, far.probs)
-
-
-def test_a_slope_trusts_usual_points_more_and_unusual_ones_less(tmp_path):
-    data, new = classified(), classified(300, seed=1)
-    bayes = FMGP(None, "classification", variance="separable", ood_strength=1.0, steps=20, num_inducing=10).fit(data)
-    assert bayes.head is not None
-    assert bayes.head.ood is not None
-    before = bayes.predict(new)
-    bayes.head.ood.exponent = 0.4
-    after = bayes.predict(new)
-    factor = bayes.head.ood.logit_scale(bayes.head.ood.distance(new.features))
-    torch.testing.assert_close(after.log_probs, (before.log_probs.double() / factor).log_softmax(-1).float())
-    torch.testing.assert_close(after.latent.variance, (before.latent.variance * factor**2).float())
-    assert torch.equal((after.entropy() > before.entropy()), factor.squeeze(-1) > 1)
-    assert torch.equal(after.probs.argmax(-1), new.outputs.argmax(-1))
-    assert torch.equal(after.latent.mean, before.latent.mean)
-    bayes.save(tmp_path / "head")
-    assert torch.equal(FMGP.load(tmp_path / "head").predict(new).probs, after.probs)
 
 
 def test_wide_features_take_their_directions_from_some_rows():

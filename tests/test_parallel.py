@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -16,7 +14,6 @@ from posthoc import FMGP
 from posthoc.errors import TrainingError
 from posthoc.training import run_parallel, single_thread
 from posthoc.training.loop import PlainSteps
-from posthoc.training.parallel import check_cancelled
 from tests.cases import numbers, same
 from tests.test_cuda_graph import classes, reals
 
@@ -66,55 +63,22 @@ def test_each_task_has_one_pytorch_thread_and_the_caller_gets_its_own_back() -> 
     assert torch.get_num_threads() == 2
 
 
-def test_context_variables_of_the_caller_hold_for_all_tasks() -> None:
-    variable: ContextVar[int] = ContextVar("variable", default=0)
-    variable.set(3)
-    assert run_parallel([variable.get, variable.get]) == [3, 3]
-
-
-def until_cancelled() -> None:
-    end = time.monotonic() + 60.0
-    while time.monotonic() < end:
-        check_cancelled()
-        time.sleep(0.001)
-    pytest.fail("it was never cancelled")
-
-
 @pytest.mark.parametrize("which", [0, 1])
-def test_an_error_ends_the_other_tasks_and_is_raised(which: int) -> None:
-    meet, before = threading.Barrier(2), threading.active_count()
-    later: list[int] = []
+def test_an_error_is_raised_and_ends_what_has_not_begun(which: int) -> None:
+    meet, before, later = threading.Barrier(2), threading.active_count(), list[int]()
 
     def fail() -> None:
         meet.wait(60.0)
         raise TrainingError("my own mistake")
 
-    def other() -> None:
-        meet.wait(60.0)
-        until_cancelled()
-
-    tasks = [fail, other] if which == 0 else [other, fail]
+    tasks = [fail, lambda: meet.wait(60.0)] if which == 0 else [lambda: meet.wait(60.0), fail]
     with pytest.raises(TrainingError, match="my own mistake"):
-        run_parallel([*tasks, until_cancelled, lambda: later.append(1)])
-    assert not later
+        run_parallel(tasks)
+    with pytest.raises(ZeroDivisionError):
+        run_parallel([lambda: 1 // 0, lambda: 1 // 0, *[lambda: later.append(1)] * 100])
+    assert len(later) < 100
     assert threading.active_count() == before
     assert torch.get_num_threads() == 2
-
-
-def test_an_interrupt_while_the_caller_waits_ends_the_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = threading.active_count()
-
-    def interrupted(*args: Any, **options: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("posthoc.training.parallel.wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_parallel([until_cancelled, until_cancelled])
-    assert threading.active_count() == before
-
-
-def test_outside_of_a_group_nothing_is_cancelled() -> None:
-    check_cancelled()
 
 
 FITS: dict[str, tuple[str, Callable[[], Any]]] = {

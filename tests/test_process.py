@@ -109,15 +109,6 @@ def test_a_shared_variance_is_that_of_independent_copies():
     torch.testing.assert_close(3 * kl, full)
 
 
-@pytest.mark.parametrize(("kl", "copies"), [("copies", 3), ("once", 1)])
-def test_the_kl_of_a_shared_variance_is_counted_by_name(kl, copies, monkeypatch):
-    seen = []
-    monkeypatch.setattr("posthoc.fmgp.build.Objective", lambda *a: seen.append(a) or Objective(*a))
-    outputs = Outputs(torch.randn(20, 3), torch.arange(20) % 3)
-    FMGP(None, "classification", variance="shared", kl=kl, steps=1, num_inducing=2).fit(outputs)
-    assert seen[0][4] == copies
-
-
 def test_objective_is_the_paper_s_with_the_batch_scaled():
     """N/|B| Σ energy - KL, by hand, over N."""
     process, x = shared(1), {"inputs": torch.randn(5, 2, dtype=DOUBLE)}

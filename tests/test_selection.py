@@ -17,7 +17,6 @@ from posthoc.fmgp.selection import (
     SELECTION,
     TEMPERATURE_SCALING,
     HeldOut,
-    Record,
     Selection,
     VarianceForm,
     candidates,
@@ -167,12 +166,12 @@ def test_confidence_is_corrected_anew_or_as_before_whichever_is_better():
         g = G().manual_seed(seed)
         log_p = (2.0 * torch.randn(600, 4, generator=g, dtype=torch.float64)).log_softmax(-1)
         y = torch.multinomial(Recalibration(1.0, 0.3).log_probs(log_p).exp(), 1, generator=g).squeeze(1)
-        record, plain = Record(ONE), Selection(ONE, "", Recalibration(1.0, 0.4))
-        record.add({WITHOUT: log_p, WITH: log_p})
-        anew, before = Recalibration.of(log_p.float(), y), plain.recalibration.again(log_p.float(), y)
-        found = selection.with_ood(plain, record, y, max_loss=10.0)
-        losses = [selection.expected_loss(replace(found, recalibration=c), record, y) for c in (anew, before)]
-        assert found.recalibration == (anew if losses[0] <= losses[1] else before)
+        plain = Selection(ONE, "", Recalibration(1.0, 0.4))
+        anew, before = Recalibration.of(log_p, y), plain.recalibration.again(log_p, y)
+        found = selection.with_ood(plain, {WITHOUT: log_p, WITH: log_p}, y, max_loss=10.0)
+        losses = [float(selection.losses(c.log_probs(log_p), y).mean()) for c in (anew, before)]
+        extra = [((c != NONE) + (c.bend != 0.0)) / len(y) for c in (anew, before)]  # the price of each number
+        assert found.recalibration == (anew if losses[0] + extra[0] <= losses[1] + extra[1] else before)
         bends.add("before" if found.recalibration == before else "anew")
     assert bends == {"before", "anew"}
 

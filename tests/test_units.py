@@ -49,15 +49,6 @@ def test_a_fit_does_not_depend_on_the_size_of_logits(variance, factor):
     assert torch.equal(large.latent.mean, factor * new.outputs)
 
 
-@pytest.mark.parametrize("form", ["logit_scaling", "monte_carlo"])
-def test_every_form_of_prediction_is_in_these_units(form):
-    train, new = classified(), classified(50, seed=1)
-    made = (FMGP(None, Categorical(prediction=form), variance="separable", **QUICK) for _ in range(2))
-    sizes = zip(made, (1.0, 64.0), strict=True)
-    probs = [bayes.fit(times(train, f)).predict(times(new, f)).probs for bayes, f in sizes]
-    torch.testing.assert_close(probs[1], probs[0], rtol=1e-6, atol=1e-9)
-
-
 def test_the_unit_is_the_best_temperature_of_the_rows_and_a_wrong_one():
     rows = classified(2000, temperature=3.0)
     gaps = rows.outputs.topk(2, -1)

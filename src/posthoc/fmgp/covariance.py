@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from posthoc.numerics import cholesky
 
-__all__ = ["Correction", "correction", "kl_divergence", "marginal_variance", "output_covariance", "posterior"]
+__all__ = ["Correction", "correction", "marginal_variance", "output_covariance"]
 
 
 class Correction(NamedTuple):
@@ -26,7 +26,7 @@ class Correction(NamedTuple):
 
     Attributes:
         w: W (M, M), with -A = WᵀW. Use it in that form only: its gradient assumes that.
-        kl: KL(q | p), ().
+        kl: KL(q | p) = ½ (log|H| + tr H⁻¹ - M) ≥ 0, (), zero at L = 0 (the paper prints its trace with the wrong sign).
     """
 
     w: Tensor
@@ -49,11 +49,6 @@ def correction(chol: Tensor, kzz: Tensor) -> Correction:
     return Correction(w, kl)
 
 
-def kl_divergence(chol: Tensor, kzz: Tensor) -> Tensor:
-    """KL(q | p) = ½ (log|H| + tr H⁻¹ - M) ≥ 0, zero at L = 0 (the paper prints its trace with the wrong sign)."""
-    return correction(chol, kzz).kl
-
-
 def marginal_variance(k_diag: Tensor, k_xz: Tensor, w: Tensor) -> Tensor:
     """K(x, x) - |W K(Z, x)|², in float64: never above the prior's variance and never below zero.
 
@@ -69,51 +64,27 @@ def marginal_variance(k_diag: Tensor, k_xz: Tensor, w: Tensor) -> Tensor:
     return (k_diag.double() - torch.linalg.vecdot(known, known)).clamp_min(0.0)
 
 
-def posterior(l_raw: Tensor, k: Tensor, k_diag: Tensor) -> tuple[Tensor, Tensor]:
-    """The marginal variance (N,) and KL(q | p), as a training step needs them: `marginal_variance` of `correction`.
-
-    Args:
-        l_raw: (M, M), whose lower triangle is L.
-        k: K(x, Z) and below it K(Z, Z), (N + M, M), in float64.
-        k_diag: K(x, x) (N,).
-    """
-    variance, kl = _Posterior.apply(l_raw, k, k_diag)  # type: ignore[no-untyped-call]
-    return variance, kl
-
-
-def output_covariance(b: Tensor, k_diag: Tensor, taken: Tensor) -> Tensor:
+def output_covariance(b: Tensor, k_diag: Tensor, known: Tensor) -> Tensor:
     """The covariance across outputs at each point, B k(x, x) - K((x, ·), Z) (-A) K(Z, (x, ·)), in float64.
 
     Args:
         b: B (C, C), the covariance among the outputs.
         k_diag: k(x, x) (N,).
-        taken: W K(Z, (x, c)) (C, N, M), what the inducing points know of each output.
+        known: W K(Z, (x, c)) (C, N, M), what the inducing points know of each output.
 
     Returns:
-        (N, C, C).
+        The covariances (N, C, C).
     """
-    known = taken.double().transpose(0, 1)
+    known = known.double().transpose(0, 1)
     return b.double() * k_diag.double()[:, None, None] - known @ known.mT
-
-
-def factors(chol: Tensor, kzz: Tensor) -> tuple[Tensor, Tensor]:
-    """R and W."""
-    identity = torch.eye(len(chol), dtype=chol.dtype, device=chol.device)
-    r = cholesky(torch.addmm(identity, chol.mT, kzz @ chol), "H = I + LᵀKL")
-    # Wᵀ = L R⁻ᵀ: solved from the right, with an upper factor, it takes two thirds of the time
-    return r, torch.linalg.solve_triangular(r.mT, chol, upper=True, left=False).mT
-
-
-def kl_of(r: Tensor, w: Tensor, wk: Tensor) -> Tensor:
-    """The KL, by log|H| = 2 Σ log R_mm and M - tr H⁻¹ = tr(W K Wᵀ)."""
-    return r.diagonal().log().sum() - 0.5 * (wk * w).sum()
 
 
 class _Correction(torch.autograd.Function):
     """W and the KL from L and K, with a derived backward pass: products and one triangular solve, where autograd
     would differentiate the Cholesky factor and the solve one by one.
 
-    For a function f of G = WᵀW, with the gradients W̄ of f and κ of the KL, and using tr(K G) = tr(W K Wᵀ):
+    The KL follows from log|H| = 2 Σ log R_mm and M - tr H⁻¹ = tr(W K Wᵀ). For a function f of G = WᵀW, with the
+    gradients W̄ of f and κ of the KL, and using tr(K G) = tr(W K Wᵀ):
 
         D = (κ W K - W̄) Wᵀ          (symmetric, since f does not change under W → QW with Q orthogonal)
         K̄ = ½ Wᵀ D W                L̄ = (W̄ᵀ + K Wᵀ D) R⁻¹
@@ -121,10 +92,13 @@ class _Correction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, chol: Tensor, kzz: Tensor) -> tuple[Tensor, Tensor]:
-        r, w = factors(chol, kzz)
+        identity = torch.eye(len(chol), dtype=chol.dtype, device=chol.device)
+        r = cholesky(torch.addmm(identity, chol.mT, kzz @ chol), "H = I + LᵀKL")
+        # Wᵀ = L R⁻ᵀ: solved from the right, with an upper factor, it takes two thirds of the time
+        w = torch.linalg.solve_triangular(r.mT, chol, upper=True, left=False).mT
         wk = w @ kzz
         ctx.save_for_backward(r, w, wk)
-        return w, kl_of(r, w, wk)
+        return w, r.diagonal().log().sum() - 0.5 * (wk * w).sum()
 
     @staticmethod
     @once_differentiable
@@ -134,32 +108,3 @@ class _Correction(torch.autograd.Function):
         # L̄ᵀ = R⁻ᵀ (W̄ + D W K), since D is symmetric
         chol_grad = torch.linalg.solve_triangular(r.mT, torch.addmm(w_grad, d, wk), upper=True).mT
         return chol_grad, (w.mT @ d @ w).mul_(0.5)
-
-
-class _Posterior(torch.autograd.Function):
-    """The variance and the KL in one node. With U = K(x, Z) Wᵀ the variance is k(x, x) - |U|² by rows, its gradient v̄
-    gives Ū = -2 v̄ ∘ U, and W̄ = Ūᵀ K(x, Z); the rest is as in `_Correction`, and K̄ = [Ū; ½ Wᵀ D] W."""
-
-    @staticmethod
-    def forward(ctx: Any, l_raw: Tensor, k: Tensor, k_diag: Tensor) -> tuple[Tensor, Tensor]:
-        n, m = len(k_diag), len(l_raw)
-        r, w = factors(l_raw.tril(), k[n:])
-        known, kw = (k @ w.mT).split([n, m])
-        variance = torch.sub(k_diag, torch.linalg.vecdot(known, known)).clamp_min_(0.0)
-        ctx.save_for_backward(r, w, k, known, kw, variance)
-        return variance, kl_of(r, w, kw.mT)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, variance_grad: Tensor, kl_grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r, w, k, known, kw, variance = ctx.saved_tensors
-        n = len(known)
-        variance_grad = torch.where(variance > 0.0, variance_grad, 0.0)
-        left = torch.empty_like(k)  # [Ū; ½ Wᵀ D]
-        known_grad = torch.mul(known, (-2.0 * variance_grad)[:, None], out=left[:n])
-        w_grad = known_grad.mT @ k[:n]
-        d = torch.sub(kl_grad * kw.mT, w_grad) @ w.mT
-        torch.mm(w.mT, d, out=left[n:])
-        left[n:].mul_(0.5)
-        l_grad = torch.linalg.solve_triangular(r.mT, torch.addmm(w_grad, d, kw.mT), upper=True).mT
-        return l_grad.tril(), left @ w, variance_grad

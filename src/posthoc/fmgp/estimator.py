@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import methodcaller
 from typing import Any, Literal, Self
@@ -17,42 +18,45 @@ from posthoc.base import Job, Method
 from posthoc.collect.augmentation import Augmented
 from posthoc.collect.loaders import iterate
 from posthoc.collect.outputs import Outputs, join
-from posthoc.config import FeatureConfig, ScoreConfig, SeedConfig, option
-from posthoc.errors import DataError, LayerError, NotFittedError, OptionError
-from posthoc.fmgp.build import TYPICAL_ROWS, FreshSource, train_form, trains_in_parallel
+from posthoc.config import FeatureConfig, ScoreConfig, TrainingConfig, option
+from posthoc.errors import DataError, LayerError, NotFittedError, OptionError, PosthocWarning
+from posthoc.fmgp.build import train_form, trains_in_parallel
 from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.fmgp.inducing_points import NotKept, as_points
-from posthoc.fmgp.minibatches import PointView
-from posthoc.fmgp.noise_fit import fit_residuals
-from posthoc.fmgp.objective import TrainingBatch
-from posthoc.fmgp.selection import SELECTION, HeldOut, Selection, VarianceForm, select_form, shortened
+from posthoc.fmgp.minibatches import PointView, TrainingBatch
+from posthoc.fmgp.selection import SELECTION, HeldOut, Selection, VarianceForm, folds, select_form, shortened
 from posthoc.io import reading
 from posthoc.kernels import RBF, Constant, Kernel, as_kernel
 from posthoc.kernels.registry import kernel_from_file
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.learned_noise import MixtureNoise
+from posthoc.numerics import rows_that_fit
 from posthoc.predictive.base import Predictive
-from posthoc.training import History, Ranks, Training
+from posthoc.training import History, Ranks, Training, run_parallel
 from posthoc.validation import choice
 
 __all__ = ["FMGP", "FMGPConfig"]
 
-MAX_DENSE_OUTPUTS = 32
-"""Up to this number of classes, every prediction has the covariance of the logits."""
-MAX_VALUES = 2**24
-"""Numbers in the largest tensor of a prediction, rows x outputs x inducing points: 128 MB."""
 STEPS_PER_ROOT, MIN_STEPS, MAX_STEPS = 7.0, 200, 2000
 """By default a regression is trained for 7 √N steps, within these limits (docs/ablation.md)."""
 DEFAULT_STEPS = 1000
 """Default number of steps of a classification."""
 DEFAULT_LR = {"classification": 0.01, "regression": 0.02}
 """Default learning rates by task."""
+RESIDUAL_FOLDS, MANY_RESIDUALS, MAX_RESIDUALS = 3, 30_000, 60_000
+"""The distribution of residuals is learned from this many folds; from this number of rows on, from residuals of the
+fitted rows themselves, and from no more than so many."""
 
 
 def encode_points(inducing: Any) -> Any:
     """The option `inducing` as JSON: points of the user are private, so a hash stands for them."""
-    return inducing if isinstance(inducing, str) else {"given": digest_of(inducing)}
+    if isinstance(inducing, str | NotKept):
+        return inducing if isinstance(inducing, str) else {"given": inducing.digest}
+    hashed = hashlib.sha256()
+    for name, block in sorted(inducing.items()) if isinstance(inducing, Mapping) else [("", inducing)]:
+        hashed.update(name.encode() + as_points(block).detach().cpu().contiguous().numpy().tobytes())
+    return {"given": hashed.hexdigest()}
 
 
 def decode_points(stored: Any, given: Any) -> Any:
@@ -63,18 +67,8 @@ def encode_classes(classes: Any) -> list[int] | None:
     return None if classes is None else torch.as_tensor(classes).tolist()
 
 
-def digest_of(points: Any) -> dict[str, Any] | str:
-    """A hash of arrays that a user gave."""
-    if isinstance(points, NotKept):
-        return points.digest
-    if isinstance(points, Mapping):
-        return {name: str(digest_of(block)) for name, block in sorted(points.items())}
-    tensor = torch.as_tensor(points).detach().cpu().double().contiguous()
-    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-
-
 @dataclass(frozen=True, kw_only=True)
-class FMGPConfig(ScoreConfig, FeatureConfig, SeedConfig):
+class FMGPConfig(ScoreConfig, FeatureConfig, TrainingConfig):
     """Options of `FMGP`, which describes them."""
 
     kernel: Any = option(None, encode=methodcaller("recipe"), decode=kernel_from_file, on_load=True)
@@ -89,12 +83,8 @@ class FMGPConfig(ScoreConfig, FeatureConfig, SeedConfig):
     ood_strength: float | None = option(None, least=0.0)
     residuals: Literal["learned", "gaussian"] = "learned"
     cache: bool = True
-    steps: int | None = option(None, least=0)
-    batch_size: int = option(100, least=1)
-    lr: float | None = option(None, above=0.0)
-    eval_every: int = option(20, least=1)
-    patience: int | None = option(5, least=1)
-    progress: bool | None = option(None, saved=False)
+    steps: int | None = option(None, least=0)  # type: ignore[assignment]
+    lr: float | None = option(None, above=0.0)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,19 +98,18 @@ class FMGPConfig(ScoreConfig, FeatureConfig, SeedConfig):
                 as_points(block)  # an error now, before the network is run
 
     def resolved(self, task: str) -> FMGPConfig:
-        """The same options with the defaults of `steps` and `lr` for this task, each filled in on its own. The steps
-        of a regression stay None, because their default depends on the number of rows."""
+        """The same options with the defaults of `steps` and `lr` for this task. The steps of a regression stay None,
+        because their default depends on the number of rows."""
         if task != "classification" and isinstance(self.inducing, str) and self.inducing == "per_class":
             raise OptionError('inducing="per_class" needs classes; use "kmeans" or "random" for regression.')
         steps = DEFAULT_STEPS if self.steps is None and task == "classification" else self.steps
         lr = DEFAULT_LR.get(task, DEFAULT_LR["regression"]) if self.lr is None else self.lr
         return replace(self, steps=steps, lr=lr)
 
-    def training(self, rows: int) -> Training:
+    def training_on(self, rows: int) -> Training:
         """How to train on this number of rows."""
         by_rows = round(min(max(STEPS_PER_ROOT * math.sqrt(rows), MIN_STEPS), MAX_STEPS))
-        given = {each.name: getattr(self, each.name) for each in fields(Training)}
-        return Training(**{**given, "steps": by_rows if self.steps is None else self.steps})
+        return replace(self.training, steps=by_rows) if self.steps is None else self.training
 
 
 class FMGP(Method):
@@ -227,80 +216,74 @@ class FMGP(Method):
 
     def _fit(self, job: Job) -> FittedFMGP:
         """Selects a form of the variance, trains it on all rows, and corrects its confidence."""
-        cached = self._cached(job)
+        rows, cached = len(job.train), self.config.cache or isinstance(job.data, Outputs)
         if not cached and (job.checkpoint is not None or not Ranks().alone):
             raise OptionError("Checkpoints and several processes need the outputs cached: leave cache=True.")
         if self._likelihood.draws and not Ranks().alone:
             raise OptionError('Monte Carlo training draws in one process: use training="pairwise" with several.')
-        parallel = cached and trains_in_parallel(job, self.config, self._device(job))
+        if isinstance(self.config.inducing, str) and (number := self.config.num_inducing) > rows:
+            told = f"Asked for {number} inducing points but there are only {rows} data points: using {rows}."
+            warnings.warn(told, PosthocWarning, stacklevel=4)
+        parallel = cached and trains_in_parallel(job.train, self.config, self._device(job))
         selection = select_form(job, self.config, self._likelihood, self._fit_and_score, parallel)
         if self._likelihood.task == "regression":
-            fitted, self.history = self._train_regression(job, selection, parallel)
-        else:
-            fitted, self.history = self._train(job, selection.form, self._training(job))
-            self._correct_confidence(fitted, job, selection)
+            return self._train_regression(job, selection, parallel)
+        fitted, self.history = self._train(job, selection.form, self._training(job))
+        strength = self.config.ood_strength if self.config.ood_strength is not None else selection.ood_strength
+        if strength:
+            fitted.add_ood_variance(job.train, strength, selection.form.ood_exponent)
+            Ranks().share(list(fitted.buffers()))
+        fitted.selection = replace(selection, ood_strength=strength if fitted.ood is not None else 0.0)
         return fitted
 
     def _fit_and_score(self, part: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
         """Log-probabilities of held-out rows by a candidate that is trained on others."""
-        fitted, _ = self._train(part, form, shortened(self._training(part)), part_of_rows=True)
+        fitted, _ = self._train(part, form, shortened(self._training(part)))
         log_probs: HeldOut = {0.0: fitted.log_probs(unseen)}
         if self.config.ood_strength is None and part.train.features is not None:
-            typical = part.train.spread(TYPICAL_ROWS).to(fitted.device)
-            fitted.add_ood_variance(typical, SELECTION.ood_strength, form.ood_exponent)
+            fitted.add_ood_variance(part.train, SELECTION.ood_strength, form.ood_exponent)
             if fitted.ood is not None:
                 log_probs[SELECTION.ood_strength] = fitted.log_probs(unseen)
         return log_probs
 
-    def _train_regression(self, job: Job, selection: Selection, parallel: bool) -> tuple[FittedFMGP, History]:
-        """Trains on all rows, with the distribution of the residuals if it is to be learned."""
-        training, rows = self._training(job), len(job.train)
-        requested = self.config.residuals == "gaussian"
+    def _train_regression(self, job: Job, selection: Selection, parallel: bool) -> FittedFMGP:
+        """Trains on all rows, with the distribution of the standardized residuals if it is to be learned.
+
+        The variance is fitted to the residuals of its own rows, which therefore look smaller than those of new rows.
+        So the residuals of each fold are standardized by a variance that was fitted to the other folds. With very many
+        rows that makes no difference.
+        """
+        training, rows, requested = self._training(job), len(job.train), self.config.residuals == "gaussian"
         likelihood = None if requested else self._likelihood.with_learned_noise(rows, self.config.alpha)
         if likelihood is None:
             why = "as requested" if requested else f"as {rows:,} rows are too few to learn them"
-            fitted, history = self._train(job, selection.form, training)
+            fitted, self.history = self._train(job, selection.form, training)
             fitted.selection = replace(selection, residuals=f"Gaussian residuals, {why}")
-            return fitted, history
-
-        def train(part: Job) -> tuple[FittedFMGP, History]:
-            return self._train(part, selection.form, training, likelihood, part_of_rows=part is not job)
-
-        fitted, history = fit_residuals(job, train, parallel)
+            return fitted
+        parts = list(folds(job, job.train, RESIDUAL_FOLDS)) if rows < MANY_RESIDUALS else []
+        jobs = [job, *(part for part, _ in parts)]
+        tasks = [partial(self._train, part, selection.form, training, likelihood) for part in jobs]
+        (fitted, self.history), *others = run_parallel(tasks, parallel)
+        pairs = [(other, unseen) for (other, _), (_, unseen) in zip(others, parts, strict=True)]
+        pairs = pairs or [(fitted, job.train.spread(MAX_RESIDUALS))]
+        assert isinstance(fitted.likelihood, MixtureNoise)
+        fitted.likelihood.set_residuals(torch.cat([other.residuals(unseen) for other, unseen in pairs]))
+        Ranks().share(list(fitted.buffers()))
         fitted.selection = replace(selection, residuals=f"residuals with a learned distribution, from {rows:,} rows")
-        return fitted, history
+        return fitted
 
     def _train(
-        self,
-        job: Job,
-        form: VarianceForm,
-        training: Training,
-        likelihood: Likelihood | None = None,
-        *,
-        part_of_rows: bool = False,
+        self, job: Job, form: VarianceForm, training: Training, likelihood: Likelihood | None = None
     ) -> tuple[FittedFMGP, History]:
-        """Trains a form of the variance on a job. Only a fit to all rows warns of too many inducing points."""
-        number = min(self.config.num_inducing, len(job.train)) if part_of_rows else self.config.num_inducing
-        config = replace(self.config, num_inducing=number)
-        fresh: FreshSource | None = None if self._cached(job) else partial(self._fresh_batches, job.data)
-        return train_form(job, form, config, likelihood or self._likelihood, training, self._device(job), fresh)
-
-    def _correct_confidence(self, fitted: FittedFMGP, job: Job, selection: Selection) -> None:
-        """Applies the corrections of a selection, with the strength that the user asked for, if any."""
-        strength = self.config.ood_strength if self.config.ood_strength is not None else selection.ood_strength
-        if strength:
-            typical = job.train.spread(TYPICAL_ROWS).to(fitted.device)
-            fitted.add_ood_variance(typical, strength, selection.form.ood_exponent)
-            Ranks().share(list(fitted.buffers()))
-        fitted.selection = replace(selection, ood_strength=strength if fitted.ood is not None else 0.0)
+        """Trains a form of the variance on a job."""
+        cached = self.config.cache or isinstance(job.data, Outputs)
+        fresh = None if cached else partial(self._fresh_batches, job.data)
+        return train_form(job, form, self.config, likelihood or self._likelihood, training, self._device(job), fresh)
 
     def _training(self, job: Job) -> Training:
         """How to train. Augmented images have less to learn from: they are trained as candidates are."""
-        training = self.config.training(len(job.train))
+        training = self.config.training_on(len(job.train))
         return shortened(training) if isinstance(job.data, Augmented) else training
-
-    def _cached(self, job: Job) -> bool:
-        return self.config.cache or isinstance(job.data, Outputs)
 
     def _device(self, job: Job) -> torch.device:
         return self._home(job.train.outputs.device)
@@ -316,30 +299,26 @@ class FMGP(Method):
                     seen += len(outputs)
                     if len(outputs):
                         fresh = self._checked(join([outputs]), targets=True)
-                        yield view.of(fresh).batch(likelihood, slice(None))
+                        yield view.batch(likelihood, fresh)
                 if not seen:
                     raise DataError("Expected data in every pass of the loader, got none in the last one.")
 
     def _predictor(self, fitted: FittedFMGP, *, covariance: bool) -> Callable[[Outputs], Predictive]:
-        w = fitted.prepared()
-        # Samples of the logits need their covariance, which is cheap for few classes.
-        few = fitted.process.coupling is not None and fitted.process.num_outputs <= MAX_DENSE_OUTPUTS
-        dense = covariance or (few and self._likelihood.samples_latent)
+        w, dense = fitted.prepared(), covariance or (fitted.process.coupling is not None and self._dense(covariance))
+        reads, device = fitted.reads(), fitted.device
 
         def predict(outputs: Outputs) -> Predictive:
-            device = outputs.outputs.device
-            pred = fitted.predictive(outputs.only(*fitted.reads()).to(fitted.device), w, covariance=dense)
-            return pred if fitted.device == device else pred.to(device)
+            pred = fitted.predictive(outputs.only(*reads).to(device), w, covariance=dense)
+            return pred if outputs.outputs.device == device else pred.to(outputs.outputs.device)
 
         return predict
 
     def _rows_at_once(self) -> int:
         process = self.head.process
-        rows, coupling = super()._rows_at_once(), process.coupling
-        if coupling is None or process.separable:
-            return rows
-        width = (coupling.rank or process.num_outputs) * len(process.l_raw)
-        return max(1, min(rows, MAX_VALUES // width))
+        coupling, numbers = process.coupling, 1
+        if coupling is not None and not process.separable:
+            numbers = (coupling.rank or process.num_outputs) * len(process.l_raw)
+        return min(super()._rows_at_once(), rows_that_fit(numbers))
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
         if fitted:
@@ -350,10 +329,8 @@ class FMGP(Method):
             if self.config.ood_strength != 0.0 and layered and self._likelihood.task == "classification":
                 spaces.add("features")
             if "features" in spaces and self.backbone is not None and not layered:
-                raise LayerError(
-                    "Expected a model with a layer to take features from, for this kernel; found none. Name one with "
-                    'layer=..., or use a kernel on="inputs".'
-                )
+                message = "Expected a model with a layer to take features from, for this kernel; found none. "
+                raise LayerError(message + 'Name one with layer=..., or use a kernel on="inputs".')
         return "features" in spaces, "inputs" in spaces
 
     def _blank(self, shapes: Mapping[str, Any]) -> FittedFMGP:
@@ -365,7 +342,7 @@ class FMGP(Method):
         return FittedFMGP.blank(shapes, kernel, self._blank_likelihood(likelihood), math.prod(self._width or ()))
 
     def _header(self) -> dict[str, Any]:
-        return {**super()._header(), "selection": self.selection_.to_dict()}
+        return {**super()._header(), "selection": asdict(self.selection_)}
 
     @classmethod
     def _restored(cls, path: Any, tensors: Any, header: dict[str, Any], model: Any, given: Mapping[str, Any]) -> Self:

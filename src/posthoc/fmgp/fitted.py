@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from posthoc.base import Fitted
+from posthoc.base import TYPICAL_ROWS, Fitted
 from posthoc.collect.network import version
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError
@@ -77,13 +76,17 @@ class FittedFMGP(Fitted):
         return self._prepared[1]
 
     def predictive(self, outputs: Outputs, w: Tensor, *, covariance: bool = False) -> Predictive:
-        """The predictive distribution of some rows, with W from `process.prepare()`."""
+        """The predictive distribution of some rows on this device, with W from `process.prepare()`."""
         latent, scale = self.latent(outputs, w), None
         if not isinstance(self.likelihood, Categorical):
             return self.likelihood.predictive(outputs.outputs, latent, covariance=covariance)
         if self.ood is not None:
-            distance = self.distance(outputs, self.ood)
-            latent = Widened(latent, self.ood.extra_variance(distance, outputs.outputs.to(self.device)))
+            width, features = len(self.ood.location), outputs.features
+            if features is None or features.shape[1] != width:
+                got = "none" if features is None else features.shape[1]
+                raise DataError(f"Expected features of width {width} as in fit, to compare with those, got {got}.")
+            distance = self.ood.distance(features)
+            latent = Widened(latent, self.ood.extra_variance(distance, outputs.outputs))
             scale = self.ood.logit_scale(distance) if self.ood.exponent else None
         pred = self.likelihood.predictive(outputs.outputs, latent, covariance=covariance, logit_scale=scale)
         return self.selection.recalibration(pred)
@@ -91,18 +94,8 @@ class FittedFMGP(Fitted):
     def latent(self, outputs: Outputs, w: Tensor) -> Latent:
         """The latent Gaussian at some rows, without out-of-distribution variance."""
         if not self.has_variance:
-            return ZeroLatent(outputs.outputs.to(self.device))
+            return ZeroLatent(outputs.outputs)
         return self.process.latent(self.coordinates.points(outputs), w)
-
-    def distance(self, outputs: Outputs, ood: OutOfDistribution) -> Tensor:  # (N,)
-        """How far the features of some rows are from the fitted ones."""
-        width = len(ood.location)
-        if outputs.features is None or outputs.features.shape[1] != width:
-            found = "none" if outputs.features is None else str(outputs.features.shape[1])
-            raise DataError(
-                f"Expected features of width {width} as in fit, for the out-of-distribution variance, got {found}."
-            )
-        return ood.distance(outputs.features.to(self.device))
 
     def predictives(self, rows: Outputs, w: Tensor) -> Iterator[tuple[Predictive, Outputs]]:
         """Predictive distributions of consecutive parts of some rows, with these parts on the head's device."""
@@ -130,14 +123,25 @@ class FittedFMGP(Fitted):
         return log_p
 
     @torch.no_grad()
-    def add_ood_variance(self, typical: Outputs, strength: float, exponent: float = 0.0) -> None:
-        """Adds variance far from the features of typical rows. Does nothing without features or with too few rows.
+    def residuals(self, rows: Outputs) -> Tensor:  # (N, C), float64
+        """A regression's residuals of some rows in units of their predicted standard deviation."""
+        parts = []
+        for pred, part in self.predictives(rows, self.prepared()):
+            assert part.targets is not None
+            z = (part.targets.double() - pred.mean.double()) / pred.std.double()
+            parts.append(z.reshape(len(part), -1))
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def add_ood_variance(self, train: Outputs, strength: float, exponent: float = 0.0) -> None:
+        """Adds variance far from the features of the fit. Does nothing without features or with too few rows.
 
         Args:
-            typical: Rows of the fit.
+            train: The rows of the fit.
             strength: In units of the squared scale of the logits over their mean squared margin.
             exponent: Power of the distance that the scale of the logits follows, if it does not follow one yet.
         """
+        typical = train.spread(TYPICAL_ROWS).to(self.device)
         if self.ood is None and typical.features is not None:
             self.ood = OutOfDistribution.of(typical.features, exponent)
         if self.ood is None or not isinstance(self.likelihood, Categorical):
@@ -169,17 +173,13 @@ class FittedFMGP(Fitted):
     def blank(cls, shapes: Mapping[str, Any], kernel: Kernel, likelihood: Likelihood, num_outputs: int) -> Self:
         """An object with tensors of these shapes, to load values into."""
         owners, spaces, space = torch.tensor(shapes["owners"]), shapes["spaces"], shapes["default_space"]
-        if not bool(((owners >= 0) & (owners < num_outputs)).all()) or bool((owners.diff() < 0).any()):
-            raise ValueError(
-                f"inducing points that belong to {reprlib.repr(shapes['owners'])} of {num_outputs} outputs"
-            )
+        if owners.min() < 0 or owners.max() >= num_outputs or not torch.equal(owners, owners.sort().values):
+            raise ValueError(f"inducing points that belong to other outputs than the {num_outputs} there are")
         z = {name: torch.zeros(len(owners), width, dtype=torch.float64) for name, width in spaces.items()}
         kernel.initialize(z, space)
         if kernel.spec() != shapes["kernel"]:
-            raise DataError(
-                f"Expected the kernel this head was fitted with, {shapes['kernel']}, "
-                f"found {kernel.spec()}: give one of the same form."
-            )
+            message = f"Expected the kernel this head was fitted with, {shapes['kernel']}, got {kernel.spec()}"
+            raise DataError(f"{message}: give one of the same form.")
         coupling = None if shapes["shared"] else OutputCovariance(num_outputs, shapes["rank"])
         process = Process(kernel, Inducing(z, owners), num_outputs, coupling, start=0.0, separable=shapes["separable"])
         ood = None

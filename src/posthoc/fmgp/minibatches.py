@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,21 +13,42 @@ from torch import Tensor
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import OptionError
 from posthoc.fmgp.coordinates import Coordinates
-from posthoc.fmgp.objective import TrainingBatch
 from posthoc.fmgp.ood import OutOfDistribution
+from posthoc.kernels import Points
 from posthoc.likelihoods.base import Likelihood
-from posthoc.training import Ranks, drawn_rows, slice_of
+from posthoc.training import Ranks
 
-__all__ = ["DrawnBatches", "FreshBatches", "PointView"]
+__all__ = ["DrawnBatches", "FreshBatches", "PointView", "TrainingBatch", "drawn_rows"]
 
 MAX_BATCHES = 50
 """Batches that are read at once, at most."""
 MAX_VALUES = 2**20
 """Numbers that are read at once, at most (8 MB of float64); eight times as many on a GPU, which waits for each read."""
+PAGE = 64
+"""Number of batches drawn from one seed."""
+
+
+class TrainingBatch(NamedTuple):
+    """Some points: kernel coordinates, and mean and target in the units of training."""
+
+    points: Points
+    mean: Tensor
+    target: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> TrainingBatch:
+        """The batch with `change` applied to each tensor."""
+        points = {space: change(block) for space, block in self.points.items()}
+        return TrainingBatch(points, change(self.mean), change(self.target))
 
 
 class PointView:
-    """Outputs as the training loop sees them: wherever they are kept, a few rows at a time, on the head's device."""
+    """Outputs as the training loop sees them: wherever they are kept, a few rows at a time, on the head's device.
+
+    Args:
+        outputs: The rows.
+        coordinates: The units of the kernel.
+        ood: What the scale of the logits follows, if anything.
+    """
 
     def __init__(self, outputs: Outputs, coordinates: Coordinates, ood: OutOfDistribution | None = None) -> None:
         self.outputs, self.coordinates, self.ood = outputs, coordinates, ood
@@ -35,30 +57,28 @@ class PointView:
         return len(self.outputs)
 
     def points(self, rows: Any) -> dict[str, Tensor]:
+        """The kernel's coordinates of some rows, in float64."""
         return self.coordinates.points(self.outputs[rows])
 
     def sample(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Up to n rows drawn at random."""
-        if n >= len(self):
-            return self.points(slice(None))
-        return self.points(torch.randint(len(self), (n,), generator=generator))
+        """The coordinates of up to n rows drawn at random."""
+        return self.points(torch.randint(len(self), (n,), generator=generator) if n < len(self) else slice(None))
 
-    def batch(self, likelihood: Likelihood, rows: Any) -> TrainingBatch:
-        part = self.outputs[rows].to(self.coordinates.device)
-        assert part.targets is not None
-        mean, target = likelihood.standardize(part.outputs, part.targets)
-        if self.ood is not None and part.features is not None:
-            mean = mean / self.ood.logit_scale(self.ood.distance(part.features))
-        return TrainingBatch(self.coordinates.points(part), mean, target)
-
-    def of(self, outputs: Outputs) -> PointView:
-        """Other rows, seen in the same way."""
-        return PointView(outputs, self.coordinates, self.ood)
+    def batch(self, likelihood: Likelihood, rows: Outputs) -> TrainingBatch:
+        """Some rows in the units of training."""
+        rows = rows.to(self.coordinates.device)
+        assert rows.targets is not None
+        mean, target = likelihood.standardize(rows.outputs, rows.targets)
+        if self.ood is not None and rows.features is not None:
+            mean = mean / self.ood.logit_scale(self.ood.distance(rows.features))
+        return TrainingBatch(self.coordinates.points(rows), mean, target)
 
 
 class DrawnBatches:
-    """Batches of rows drawn with replacement, many read and standardised at once (one by one that would take a tenth
-    of the time of a step); or all rows, where there are no more than a batch holds."""
+    """Batches of rows drawn with replacement, many read and standardized at once (one by one that would take a tenth
+    of the time of a step); or all rows, where there are no more than a batch holds.
+
+    Where the rows are in a file or in the host's memory, those of the next block are read while a GPU works."""
 
     fixed = True
 
@@ -67,30 +87,32 @@ class DrawnBatches:
         self.size = min(size, len(view))
         if self.size < ranks.count:
             raise OptionError(f"Expected batches of at least one row a process, got {self.size} for {ranks.count}.")
-        self.part = slice_of(self.size, ranks)
+        self.part = ranks.part(self.size)
         self.weight = (self.part.stop - self.part.start) / self.size
         coordinates = view.coordinates
         width = view.outputs.outputs[0].numel() + sum(map(coordinates.width, coordinates.spaces))
         most = MAX_VALUES if coordinates.device.type == "cpu" else 8 * MAX_VALUES
         self.ahead = max(1, min(MAX_BATCHES, most // (self.size * width)))
         self.everything: TrainingBatch | None = None
-        # A GPU need not wait for rows that are read from a file or from the host's memory.
-        away = view.outputs.outputs.device != coordinates.device
-        self.reader = Prefetch(self._read) if away else None
+        self.reader = ThreadPoolExecutor(1) if view.outputs.outputs.device != coordinates.device else None
+        self.next: dict[tuple[int, int], Future[Outputs]] = {}
 
     def block(self, step: int, count: int) -> TrainingBatch:
+        """The batches of `count` steps, from `step` on."""
         if self.size == len(self.view):
             if self.everything is None:
-                self.everything = self.view.batch(self.likelihood, self.part)
+                self.everything = self.view.batch(self.likelihood, self.view.outputs[self.part])
             return self.everything.map(lambda t: t.expand(count, *t.shape))
-        rows = self.reader(step, count) if self.reader else self._read(step, count)
-        block = self.view.of(rows).batch(self.likelihood, slice(None))
-        return block.map(lambda t: t.unflatten(0, (count, -1)))
+        ready = self.next.pop((step, count), None)
+        rows = ready.result() if ready is not None else self._read(step, count)
+        if self.reader is not None:
+            self.next = {(step + count, count): self.reader.submit(self._read, step + count, count)}
+        return self.view.batch(self.likelihood, rows).map(lambda t: t.unflatten(0, (count, -1)))
 
     def _read(self, step: int, count: int) -> Outputs:
         rows = drawn_rows(len(self.view), self.size, self.seed, step, count)[:, self.part].reshape(-1)
         part = self.view.outputs[rows.to(self.view.outputs.outputs.device)]
-        return part.pinned() if self.reader else part
+        return part.pinned() if self.reader is not None else part
 
 
 class FreshBatches:
@@ -102,19 +124,30 @@ class FreshBatches:
         self.batches = batches
 
     def block(self, step: int, count: int) -> TrainingBatch:
+        """The next batch, as a block of one."""
         return next(self.batches).map(lambda t: t[None])
 
 
-class Prefetch:
-    """Calls a function of (step, count) for the next block while the present one is worked on."""
+def drawn_rows(n: int, size: int, seed: int, step: int, count: int) -> Tensor:
+    """Rows for the batches of some steps, drawn with replacement.
 
-    def __init__(self, read: Callable[[int, int], Outputs]) -> None:
-        self.read, self.pool = read, ThreadPoolExecutor(1)
-        self.next: tuple[tuple[int, int], Future[Outputs]] | None = None
+    The rows of a step depend on the seed and the step alone, so that a resumed run draws the same ones.
 
-    def __call__(self, step: int, count: int) -> Outputs:
-        ready = self.next is not None and self.next[0] == (step, count)
-        result = self.next[1].result() if ready and self.next else self.read(step, count)
-        follows = (step + count, count)
-        self.next = (follows, self.pool.submit(self.read, *follows))
-        return result
+    Args:
+        n: Number of rows to draw from.
+        size: Rows in a batch.
+        seed: The seed.
+        step: The first step.
+        count: Number of steps.
+
+    Returns:
+        Row numbers (count, size).
+    """
+    pages = []
+    for page in range(step // PAGE, (step + count - 1) // PAGE + 1):
+        # The generator uses 32 bits of its seed: a hash mixes seed and page into them.
+        mixed = hashlib.sha256(f"{seed}/{page}".encode()).digest()[:4]
+        generator = torch.Generator().manual_seed(int.from_bytes(mixed, "big"))
+        pages.append(torch.randint(n, (PAGE, size), generator=generator))
+    first = step % PAGE
+    return torch.cat(pages)[first : first + count]

@@ -48,21 +48,19 @@ class OutOfDistribution(nn.Module):
     (max(d, a) / m)^exponent.
     """
 
+    location: Tensor  # (D,)
+    basis: Tensor  # (D, r), orthonormal columns
+    variances: Tensor  # (r,), along the columns of the basis
+    other_variance: Tensor  # (), along any other direction
+    quantiles: Tensor  # (3,), a, m and b
+    strength: Tensor  # ()
+
     def __init__(self, width: int, directions: int, exponent: float = 0.0) -> None:
         super().__init__()
         self.exponent = exponent
-        self.register_buffer("location", torch.zeros(width, dtype=torch.float64))
-        self.register_buffer("basis", torch.zeros(width, directions, dtype=torch.float64))
-        self.register_buffer("variances", torch.ones(directions, dtype=torch.float64))
-        self.register_buffer("other_variance", torch.ones((), dtype=torch.float64))
-        self.register_buffer("quantiles", torch.ones(3, dtype=torch.float64))
-        self.register_buffer("strength", torch.zeros((), dtype=torch.float64))
-        self.location: Tensor  # (D,)
-        self.basis: Tensor  # (D, r), orthonormal columns
-        self.variances: Tensor  # (r,), along the columns of the basis
-        self.other_variance: Tensor  # (), along any other direction
-        self.quantiles: Tensor  # (3,), a, m and b
-        self.strength: Tensor  # ()
+        shapes = {"location": (width,), "basis": (width, directions), "variances": (directions,), "other_variance": ()}
+        for name, shape in {**shapes, "quantiles": (3,), "strength": ()}.items():
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
 
     @classmethod
     def of(cls, features: Tensor, exponent: float = 0.0) -> OutOfDistribution | None:
@@ -86,6 +84,7 @@ class OutOfDistribution(nn.Module):
         floor = 1e-6 * variances[-1]
         ood.location = location
         ood.basis, ood.variances = vectors[:, -count:].contiguous(), variances[-count:].clamp_min(floor)
+        ood.other_variance = torch.ones_like(floor)
         if count < width:
             total = (directions - location).square().sum() / rows
             ood.other_variance = ((total - variances[-count:].sum()) / (width - count)).clamp_min(floor)
@@ -100,20 +99,13 @@ class OutOfDistribution(nn.Module):
         other = (x.square().sum(-1) - along.square().sum(-1)).clamp_min(0.0)
         return ((along.square() / self.variances).sum(-1) + other / self.other_variance) / len(self.location)
 
-    def extra_variance(
-        self,
-        distance: Tensor,  # (N,)
-        outputs: Tensor,  # (N, C)
-    ) -> Tensor:  # (N,)
-        """The variance added to every output."""
+    def extra_variance(self, distance: Tensor, outputs: Tensor) -> Tensor:
+        """The variance (N,) added to every output, given distances (N,) and outputs (N, C)."""
         beyond = (distance / self.quantiles[2] - 1.0).clamp_min(0.0)
         return self.strength * top_margin(outputs).square() * beyond**3
 
-    def logit_scale(
-        self,
-        distance: Tensor,  # (N,)
-    ) -> Tensor:  # (N, 1)
-        """The factor of the logits' scale."""
+    def logit_scale(self, distance: Tensor) -> Tensor:
+        """The factor (N, 1) of the logits' scale, given distances (N,)."""
         return (torch.maximum(distance, self.quantiles[0]) / self.quantiles[1])[:, None] ** self.exponent
 
 
@@ -129,11 +121,11 @@ def best_exponent(rows: Outputs) -> float:
     if ood is None or some.features is None:
         return 0.0
     assert some.targets is not None
-    distance, labels, scores = ood.distance(some.features), some.targets, list[float]()
+    distance, scores = ood.distance(some.features), list[float]()
     for exponent in EXPONENTS:
         ood.exponent = exponent
         logits = some.outputs.double() / ood.logit_scale(distance)
-        scores.append(log_likelihood(logits, labels, best_inverse(logits, labels)))
+        scores.append(log_likelihood(logits, some.targets, best_inverse(logits, some.targets)))
         if scores[-1] < max(scores):  # it has a single maximum
             break
     best = max(scores)
@@ -152,10 +144,8 @@ def principal_directions(centered: Tensor) -> tuple[Tensor, Tensor]:
     return variances.clamp_min(0.0), F.normalize(some.mT @ left, dim=0)
 
 
-def top_margin(
-    outputs: Tensor,  # (N, C)
-) -> Tensor:  # (N,)
-    """The top output minus the mean of the others."""
+def top_margin(outputs: Tensor) -> Tensor:
+    """The top output minus the mean of the others, (N,), of outputs (N, C)."""
     outputs = outputs.double()
     top, count = outputs.amax(-1), outputs.shape[-1]
     return (count * top - outputs.sum(-1)) / max(1, count - 1)

@@ -2,7 +2,8 @@
 
 Either all outputs share one variance, V(x) = v(x) B, or inducing points belong to outputs: V(x) = B k(x, x) - UᵀU,
 where U's columns, U_c = W K(Z, (x, c)), are what the inducing points know of each output. Two classes give that V: they
-differ in the tensors that they form."""
+differ in the tensors that they form.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class OutputCovariance(nn.Module):
 
     Args:
         num_outputs: C.
-        rank: the number of columns of F; None makes F a Cholesky factor.
-        generator: draws the initial F of low rank.
+        rank: The number of columns of F; None makes F a Cholesky factor.
+        generator: Draws the initial F of low rank.
 
     Example:
         >>> OutputCovariance(2).matrix().tolist()
@@ -48,74 +49,56 @@ class OutputCovariance(nn.Module):
 
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """F (C, r) and D (C,) with B = F Fᵀ + diag(D)."""
-        if self.rank is None:
-            return self.factor.tril(), None
-        return self.factor, self.log_diagonal.exp()
+        return (self.factor.tril(), None) if self.rank is None else (self.factor, self.log_diagonal.exp())
 
-    def columns(
-        self,
-        which: Tensor,  # (J,)
-    ) -> Tensor:  # (C, J)
-        """Some columns of B."""
+    def columns(self, which: Tensor) -> Tensor:
+        """The columns (C, J) of B with these numbers (J,)."""
         factor, diagonal = self.parts()
         columns = factor @ factor[which].mT
-        if diagonal is None:
-            return columns
-        return columns.scatter_add(0, which[None], diagonal[which][None])
+        return columns if diagonal is None else columns.scatter_add(0, which[None], diagonal[which][None])
 
-    def among(
-        self,
-        which: Tensor,  # (M,)
-    ) -> Tensor:  # (M, M)
-        """B between some outputs, which may be repeated."""
+    def among(self, which: Tensor) -> Tensor:
+        """B between some outputs (M,), which may be repeated: (M, M)."""
         factor, diagonal = self.parts()
-        rows = factor[which]
-        between = rows @ rows.mT
+        between = factor[which] @ factor[which].mT
         return between if diagonal is None else between + diagonal[which] * (which[:, None] == which)
 
-    def difference(
-        self,
-        top: Tensor,  # (N,)
-    ) -> Tensor:  # (N, C)
-        """B_cc + B_tt - 2 B_ct for every output c, with one output t for each point."""
-        factor, diagonal = self.parts()
+    def difference(self, top: Tensor) -> Tensor:
+        """B_cc + B_tt - 2 B_ct for every output c, (N, C), with one output t for each point, (N,)."""
         variance = self.diagonal()
-        between = factor[top] @ factor.mT
-        if diagonal is not None:
-            between = between.scatter_add(-1, top[:, None], diagonal[top][:, None])
-        return variance + variance[top][:, None] - 2.0 * between
+        return variance + variance[top][:, None] - 2.0 * self.columns(top).mT
 
-    def diagonal(self) -> Tensor:  # (C,)
-        """B_cc."""
+    def diagonal(self) -> Tensor:
+        """B_cc, (C,)."""
         factor, diagonal = self.parts()
         square = factor.square().sum(-1)
         return square if diagonal is None else square + diagonal
 
-    def matrix(self) -> Tensor:  # (C, C)
-        """B."""
-        factor, diagonal = self.parts()
-        product = factor @ factor.mT
-        return product if diagonal is None else product + torch.diag(diagonal)
+    def matrix(self) -> Tensor:
+        """B, (C, C)."""
+        return self.among(torch.arange(self.num_outputs, device=self.factor.device))
 
-    def divergence(self) -> Tensor:  # ()
-        """KL(N(0, B) | N(0, I)) = ½ (tr B - log|B| - C)."""
-        factor, own = self.parts()
-        if own is None:
+    def divergence(self) -> Tensor:
+        """KL(N(0, B) | N(0, I)) = ½ (tr B - log|B| - C), ()."""
+        factor, diagonal = self.parts()
+        if diagonal is None:
             log_det = factor.diagonal().square().clamp_min(SMALLEST).log().sum()
         else:  # |F Fᵀ + D| = |D| |I + Fᵀ D⁻¹ F|
-            inner = torch.eye(factor.shape[1], dtype=own.dtype, device=own.device) + factor.mT @ (factor / own[:, None])
-            log_det = own.log().sum() + 2.0 * torch.linalg.cholesky_ex(inner).L.diagonal().log().sum()
+            identity = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
+            inner = identity + factor.mT @ (factor / diagonal[:, None])
+            log_det = diagonal.log().sum() + 2.0 * torch.linalg.cholesky_ex(inner).L.diagonal().log().sum()
         return 0.5 * (self.diagonal().sum() - log_det - self.num_outputs)
 
 
 class SeparableLatent(Latent):
-    """V(x) = v(x) B: independent copies of one process, mixed by a root of B."""
+    """V(x) = v(x) B: independent copies of one process, mixed by a root of B.
 
-    def __init__(
-        self,
-        coupling: OutputCovariance,
-        variance: Tensor,  # (N,)
-    ) -> None:
+    Args:
+        coupling: B.
+        variance: v(x) (N,).
+    """
+
+    def __init__(self, coupling: OutputCovariance, variance: Tensor) -> None:
         self.coupling, self.v = coupling, variance[:, None]
 
     @property
@@ -131,38 +114,36 @@ class SeparableLatent(Latent):
 
 
 class CoupledLatent(Latent):
-    """For few outputs: U is held, C x N x M numbers."""
+    """For few outputs: U is held, C x N x M numbers.
+
+    Args:
+        coupling: B.
+        k_diag: k(x, x) (N,).
+        k_xz: k(x, Z) (N, M).
+        w: W (M, M).
+        present: The outputs that own inducing points (J,).
+        sizes: How many each of them owns; their inducing points stand together.
+    """
 
     def __init__(
-        self,
-        coupling: OutputCovariance,
-        k_diag: Tensor,  # (N,)
-        k_xz: Tensor,  # (N, M)
-        w: Tensor,  # (M, M)
-        present: Tensor,  # (J,), the outputs that own inducing points
-        sizes: list[int],  # how many each of them owns; their inducing points stand together
+        self, coupling: OutputCovariance, k_diag: Tensor, k_xz: Tensor, w: Tensor, present: Tensor, sizes: list[int]
     ) -> None:
         self.coupling, self.k_diag = coupling, k_diag[:, None]
         # U_c = Σ_j B_cj (Σ k(x, z_m) W_m over the inducing points of output j)
-        n, m, j = *k_xz.shape, len(sizes)
-        if sizes.count(sizes[0]) == j:
-            sums = k_xz.reshape(n, j, -1).transpose(0, 1) @ w.mT.reshape(j, -1, m)  # (J, N, M)
-        else:
-            groups = zip(k_xz.split(sizes, -1), w.mT.split(sizes), strict=True)
-            sums = torch.stack([k @ part for k, part in groups])
-        self.taken = (coupling.columns(present) @ sums.reshape(j, -1)).reshape(-1, n, m)  # (C, N, M)
+        groups = zip(k_xz.split(sizes, -1), w.mT.split(sizes), strict=True)
+        sums = torch.stack([k @ part for k, part in groups])  # (J, N, M)
+        self.known = (coupling.columns(present) @ sums.flatten(1)).reshape(-1, *k_xz.shape)  # (C, N, M)
 
     @property
     def variance(self) -> Tensor:
-        return (self.k_diag * self.coupling.diagonal() - self.taken.square().sum(-1).mT).clamp_min(0.0)
+        return (self.k_diag * self.coupling.diagonal() - self.known.square().sum(-1).mT).clamp_min(0.0)
 
     def covariance(self) -> Tensor:
-        return output_covariance(self.coupling.matrix(), self.k_diag.squeeze(-1), self.taken)
+        return output_covariance(self.coupling.matrix(), self.k_diag.squeeze(-1), self.known)
 
     def difference(self, top: Tensor) -> Tensor:
-        known = self.taken - self.taken.gather(0, top[None, :, None].expand(1, *self.taken.shape[1:]))
-        prior = self.coupling.difference(top)
-        return (self.k_diag * prior - known.square().sum(-1).mT).clamp_min(0.0)
+        known = self.known - self.known.gather(0, top[None, :, None].expand(1, *self.known.shape[1:]))
+        return (self.k_diag * self.coupling.difference(top) - known.square().sum(-1).mT).clamp_min(0.0)
 
 
 class LowRankLatent(Latent):
@@ -170,16 +151,18 @@ class LowRankLatent(Latent):
 
     With K_x = diag(k(x, Z)), U_c = Q F_c + D_c s_c, where Q = W K_x F_Z is M x r and s_c sums k(x, z_m) W_m over the
     inducing points that output c owns (for most outputs, none). So U_c·U_t needs only QᵀQ, Qᵀs_c and s_c·s_t.
+
+    Args:
+        coupling: B, of low rank.
+        k_diag: k(x, x) (N,).
+        k_xz: k(x, Z) (N, M).
+        w: W (M, M).
+        z_class: The output that owns each inducing point (M,).
+        present: The outputs that own any (J,).
     """
 
     def __init__(
-        self,
-        coupling: OutputCovariance,
-        k_diag: Tensor,  # (N,)
-        k_xz: Tensor,  # (N, M)
-        w: Tensor,  # (M, M)
-        z_class: Tensor,  # (M,), the output that owns each inducing point
-        present: Tensor,  # (J,), the outputs that own any
+        self, coupling: OutputCovariance, k_diag: Tensor, k_xz: Tensor, w: Tensor, z_class: Tensor, present: Tensor
     ) -> None:
         self.coupling, self.k_diag, self.k_xz, self.w = coupling, k_diag[:, None], k_xz, w
         self.z_class, self.present = z_class, present
@@ -193,21 +176,18 @@ class LowRankLatent(Latent):
 
     @property
     def variance(self) -> Tensor:
-        return (self.k_diag * self.coupling.diagonal() - self._known()).clamp_min(0.0)
+        return (self.k_diag * self.coupling.diagonal() - self._squares()).clamp_min(0.0)
 
     def covariance(self) -> Tensor:
-        classes = torch.arange(len(self.factor), device=self.k_xz.device)
-        b = self.factor[self.z_class] @ self.factor.mT + self.own * (self.z_class[:, None] == classes)  # (M, C)
-        taken = (self.k_xz[:, :, None] * b).mT @ self.w.mT  # (N, C, M)
-        return output_covariance(self.coupling.matrix(), self.k_diag.squeeze(-1), taken.transpose(0, 1))
+        known = (self.k_xz[:, :, None] * self.coupling.columns(self.z_class).mT).mT @ self.w.mT  # (N, C, M)
+        return output_covariance(self.coupling.matrix(), self.k_diag.squeeze(-1), known.transpose(0, 1))
 
     def difference(self, top: Tensor) -> Tensor:
-        known, label = self._known(), top[:, None]
-        prior = self.coupling.difference(top)
-        apart = known + known.gather(-1, label) - 2.0 * self._known_with(top)
-        return (self.k_diag * prior - apart).clamp_min(0.0).scatter(-1, label, 0.0)
+        squares, label = self._squares(), top[:, None]
+        apart = squares + squares.gather(-1, label) - 2.0 * self._products(top)
+        return (self.k_diag * self.coupling.difference(top) - apart).clamp_min(0.0).scatter(-1, label, 0.0)
 
-    def _known(self) -> Tensor:  # (N, C)
+    def _squares(self) -> Tensor:  # (N, C)
         """|U_c|²."""
         f, d = self.factor, self.own[self.present]
         outer = (f[:, :, None] * f[:, None, :]).flatten(1)  # (C, r²)
@@ -216,7 +196,7 @@ class LowRankLatent(Latent):
         alone = ((self.k_xz @ same) * self.k_xz) @ self.owner  # |s_j|²
         return (self.gram.flatten(1) @ outer.mT).index_add(1, self.present, d * (2.0 * cross + d * alone))
 
-    def _known_with(self, top: Tensor) -> Tensor:  # (N, C)
+    def _products(self, top: Tensor) -> Tensor:  # (N, C)
         """U_c·U_top."""
         f, d = self.factor, self.own
         mine = (self.z_class == top[:, None]).to(self.k_xz)  # (N, M), the inducing points of the top output

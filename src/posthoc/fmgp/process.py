@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from posthoc.fmgp.covariance import Correction, correction, marginal_variance, posterior
+from posthoc.fmgp.covariance import Correction, correction, marginal_variance
 from posthoc.fmgp.inducing_points import Inducing
 from posthoc.fmgp.output_covariance import CoupledLatent, LowRankLatent, OutputCovariance, SeparableLatent
 from posthoc.kernels import Kernel, Points, gram
@@ -22,12 +22,12 @@ class Process(nn.Module):
     belongs to one output, `z_class`.
 
     Args:
-        kernel: the kernel of one output.
-        inducing: the initial inducing points and the output that each belongs to.
+        kernel: The kernel of one output.
+        inducing: The initial inducing points and the output that each belongs to.
         num_outputs: C.
         coupling: B, or None.
         start: L starts at this number times the identity.
-        separable: whether V(x) = v(x) B.
+        separable: Whether V(x) = v(x) B.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Process(nn.Module):
         super().__init__()
         self.kernel, self.num_outputs, self.coupling, self.separable = kernel, num_outputs, coupling, separable
         # Inducing points of one output stand together, so that its columns can be summed as one block.
-        order = inducing.z_class.argsort(stable=True).to(next(iter(inducing.z.values())).device)
+        device = next(iter(inducing.z.values())).device
+        order = inducing.z_class.argsort(stable=True).to(device)
         self.z = nn.ParameterDict({space: nn.Parameter(block[order].clone()) for space, block in inducing.z.items()})
-        device = order.device
         self.l_raw = nn.Parameter(start * torch.eye(len(order), dtype=torch.float64, device=device))
         self.register_buffer("z_class", inducing.z_class.to(device)[order])
         self.z_class: Tensor
@@ -55,11 +55,6 @@ class Process(nn.Module):
         self.sizes: list[int] = sizes.tolist()
 
     @property
-    def one_variance(self) -> bool:
-        """Whether a point has one v(x), for all outputs."""
-        return self.coupling is None or self.separable
-
-    @property
     def chol(self) -> Tensor:  # (M, M)
         """L."""
         return self.l_raw.tril()
@@ -67,12 +62,9 @@ class Process(nn.Module):
     def forward(self, x: Points) -> tuple[Latent, Tensor]:
         """The latent Gaussian at some points, and KL(q | p), in one evaluation of the kernel."""
         k, k_diag = self.kernel.joint(x, dict(self.z)), self.kernel.diag(x)
-        if self.one_variance:
-            variance, kl = posterior(self.l_raw, k, k_diag)
-            return self._one_variance(variance), kl
         k_xz, kzz = k.split([len(k_diag), len(self.l_raw)])
-        c = self._correction(kzz)
-        return self._latent(k_xz, k_diag, c.w), c.kl
+        w, kl = self._correction(kzz)
+        return self._latent(k_xz, k_diag, w), kl
 
     def prepare(self) -> Tensor:  # (M, M)
         """W, for `latent` at many batches of points."""
@@ -88,13 +80,10 @@ class Process(nn.Module):
         return correction(self.chol, kzz)
 
     def _latent(self, k_xz: Tensor, k_diag: Tensor, w: Tensor) -> Latent:
-        if self.coupling is None or self.separable:  # `one_variance`, in a form that types can follow
-            return self._one_variance(marginal_variance(k_diag, k_xz, w))
+        if self.coupling is None:
+            return IndependentLatent(marginal_variance(k_diag, k_xz, w)[:, None].expand(-1, self.num_outputs))
+        if self.separable:
+            return SeparableLatent(self.coupling, marginal_variance(k_diag, k_xz, w))
         if self.coupling.rank is None:
             return CoupledLatent(self.coupling, k_diag, k_xz, w, self.present, self.sizes)
         return LowRankLatent(self.coupling, k_diag, k_xz, w, self.z_class, self.present)
-
-    def _one_variance(self, variance: Tensor) -> Latent:
-        if self.coupling is not None:
-            return SeparableLatent(self.coupling, variance)
-        return IndependentLatent(variance[:, None].expand(-1, self.num_outputs))

@@ -7,11 +7,10 @@ and another form has to be clearly better than it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -38,8 +37,6 @@ __all__ = [
     "select_form",
     "shortened",
 ]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,10 +98,6 @@ class VarianceForm:
             return "temperature scaling"
         return f"{self.variance} variance" + (f" (prior {self.prior:g})" if self.prior else "")
 
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Self:
-        return cls(str(saved["variance"]), str(saved["kl"]), float(saved["prior"]), float(saved["ood_exponent"]))
-
 
 TEMPERATURE_SCALING = VarianceForm("none")
 CAUTIOUS = VarianceForm("shared", "copies")
@@ -130,10 +123,10 @@ class CandidateScore:
     standard_error: float
     rows: int
 
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Self:
-        log_prob, gain, error = (float(saved[name]) for name in ("log_prob", "gain", "standard_error"))
-        return cls(VarianceForm.from_dict(saved["form"]), log_prob, gain, error, int(saved["rows"]))
+    @property
+    def significance(self) -> float:
+        """The gain in standard errors; 0 for a single row, which shows nothing."""
+        return self.gain / max(self.standard_error, 1e-300) if self.rows > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -171,23 +164,13 @@ class Selection:
         """Standard error of the gain."""
         return sum(score.standard_error for score in self.candidates if score.form == self.form)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As values that JSON can hold."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`."""
-        residuals = saved["residuals"]
-        return cls(
-            VarianceForm.from_dict(saved["form"]),
-            str(saved["reason"]),
-            Recalibration(*map(float, saved["recalibration"])),
-            float(saved["ood_strength"]),
-            int(saved["rows"]),
-            tuple(CandidateScore.from_dict(score) for score in saved["candidates"]),
-            None if residuals is None else str(residuals),
-        )
+        """The inverse of `dataclasses.asdict`."""
+        scores = [{**score, "form": VarianceForm(**score["form"])} for score in saved["candidates"]]
+        form, candidates = VarianceForm(**saved["form"]), tuple(CandidateScore(**score) for score in scores)
+        recalibration = Recalibration(*saved["recalibration"])
+        return cls(**{**saved, "form": form, "recalibration": recalibration, "candidates": candidates})
 
 
 HeldOut = dict[float, Tensor]
@@ -249,57 +232,35 @@ def candidates(rows: int, num_outputs: int) -> list[VarianceForm]:
 def compare(job: Job, forms: list[VarianceForm], fit_and_score: FitAndScore, parallel: bool = False) -> Selection:
     """The best of some forms and temperature scaling, on rows that they were not trained on."""
     baseline = replace(TEMPERATURE_SCALING, ood_exponent=forms[0].ood_exponent if forms else 0.0)
-    records = {form: Record(form) for form in (baseline, *forms)}
-    remaining = list(records)
-    targets: list[Tensor] = []
-    for group in grouped(held_out_parts(job), parallel):
-        tried = remaining
-        tasks = [partial(fit_and_score, part, form, unseen) for part, unseen in group for form in tried]
-        results = iter(run_parallel(tasks, parallel))
-        for _, unseen in group:
-            for form, log_probs in zip(tried, results, strict=False):
-                if form in remaining:
-                    records[form].add(log_probs)
-            assert unseen.targets is not None
-            device = records[baseline].plain.device  # where the fitted parameters are; rows may stay on the host
-            targets.append(unseen.targets.long().to(device))
-            remaining = promising(records, remaining, torch.cat(targets))
-            if len(remaining) == 1:
-                return verdict(records, remaining, torch.cat(targets))
-    return verdict(records, remaining, torch.cat(targets))
+    held_out: dict[VarianceForm, HeldOut] = {form: {} for form in (baseline, *forms)}
+    scores: dict[VarianceForm, CandidateScore] = {}
+    remaining, targets = list(held_out), list[Tensor]()
+    for part, unseen in held_out_parts(job):
+        tasks = [partial(fit_and_score, part, form, unseen) for form in remaining]
+        for form, by_strength in zip(remaining, run_parallel(tasks, parallel), strict=True):
+            for strength, log_p in by_strength.items():
+                parts = [held_out[form][strength]] if strength in held_out[form] else []
+                held_out[form][strength] = torch.cat([*parts, log_p.float()])
+        assert unseen.targets is not None
+        device = held_out[baseline][0.0].device  # where the fitted parameters are; rows may stay on the host
+        targets.append(unseen.targets.long().to(device))
+        y = torch.cat(targets)
+        # Forms that are clearly worse than temperature scaling are dropped. The others are not compared with each
+        # other: one fold does not show which of them is better calibrated.
+        base = losses(held_out[baseline][0.0], y)
+        scores[baseline] = score_of(baseline, held_out[baseline][0.0], base, y)
+        for form in remaining[1:]:
+            log_p = held_out[form][0.0]
+            scores[form] = score_of(form, NONE.again(log_p, y).log_probs(log_p), base, y)
+        remaining = [form for form in remaining if scores[form].significance > -SELECTION.significance]
+        if len(remaining) == 1:
+            break
+    return verdict(held_out, scores, remaining, y)
 
 
 def shortened(training: Training) -> Training:
     """How to train a candidate: a third of the steps, with up to three times the learning rate."""
     return replace(training, steps=-(-training.steps // 3), lr=min(3.0 * training.lr, max(training.lr, 0.05)))
-
-
-class Record:
-    """Held-out log-probabilities of a candidate so far, and its score on them."""
-
-    def __init__(self, form: VarianceForm) -> None:
-        self.parts: dict[float, list[Tensor]] = {}
-        self.score = CandidateScore(form, 0.0, 0.0, 0.0, 0)
-
-    def add(self, log_probs: HeldOut) -> None:
-        for strength, log_p in log_probs.items():
-            self.parts.setdefault(strength, []).append(log_p.float())
-
-    def __getitem__(self, strength: float) -> Tensor:  # (N, C)
-        return torch.cat(self.parts[strength])
-
-    @property
-    def plain(self) -> Tensor:  # (N, C)
-        """Without out-of-distribution variance."""
-        return self[0.0]
-
-    def significance(self, log_p: Tensor, base: Tensor, y: Tensor) -> float:
-        """Scores log-probabilities; returns the gain over the losses of temperature scaling in standard errors."""
-        gains = base - losses(log_p, y)
-        gain, error = float(gains.mean()), float(gains.std() / len(gains) ** 0.5)
-        log_prob, error_or_zero = gain - float(base.mean()), error if math.isfinite(error) else 0.0  # of a single row
-        self.score = CandidateScore(self.score.form, log_prob, gain, error_or_zero, len(y))
-        return gain / max(error, 1e-300)
 
 
 def held_out_parts(job: Job) -> Iterator[tuple[Job, Outputs]]:
@@ -330,73 +291,63 @@ def folds(job: Job, rows: Outputs, count: int, max_held_out: int | None = None) 
         yield job.part(rows[others.nonzero().squeeze(-1)]), rows[held_out]
 
 
-def grouped(parts: Iterable[T], parallel: bool) -> Iterator[list[T]]:
-    """One part after the other; in parallel, the first alone, as some candidates may end there, and then all others."""
-    rest = iter(parts)
-    for first in rest:
-        yield [first]
-        if parallel and (others := list(rest)):
-            yield others
+def verdict(
+    held_out: dict[VarianceForm, HeldOut],
+    scores: dict[VarianceForm, CandidateScore],
+    forms: list[VarianceForm],
+    y: Tensor,
+) -> Selection:
+    """The form with the least loss, calibration considered, if it is clearly better than temperature scaling.
 
-
-def promising(records: dict[VarianceForm, Record], forms: list[VarianceForm], y: Tensor) -> list[VarianceForm]:
-    """The forms without those that are clearly worse than temperature scaling, which comes first. They are not
-    compared with each other: one fold does not show which of them is better calibrated."""
-    baseline, *others = forms
-    base = losses(records[baseline].plain, y)
-    records[baseline].significance(records[baseline].plain, base, y)
-
-    def is_promising(record: Record) -> bool:
-        log_p = NONE.again(record.plain, y).log_probs(record.plain)
-        return record.significance(log_p, base, y) > -SELECTION.significance
-
-    return [baseline, *(form for form in others if is_promising(records[form]))]
-
-
-def verdict(records: dict[VarianceForm, Record], forms: list[VarianceForm], y: Tensor) -> Selection:
-    """The form with the least loss, calibration considered, if it is clearly better than temperature scaling."""
-    baseline, *others = forms
-    scaled = records[baseline].plain
+    Args:
+        held_out: Log-probabilities of all candidates.
+        scores: Their scores; those of `forms` are computed anew.
+        forms: Temperature scaling, and the candidates that are not clearly worse.
+        y: The classes (N,) of the held-out rows.
+    """
+    scaled = held_out[forms[0]][0.0]
     base = losses(scaled, y)
-    best, best_score, rows = Selection(baseline, "nothing was clearly better"), 1.0, f"{len(y):,} held-out rows"
-    for form in others:
-        record = records[form]
-        correction = Recalibration.of(record.plain, y)
-        log_p = correction.log_probs(record.plain)
-        score = float(losses(log_p, y).mean() / base.mean()) + calibration_cost(log_p, scaled, y)
-        if record.significance(log_p, base, y) > SELECTION.significance and score < best_score:
-            reason = f"{record.score.gain:.3f} nats a row better than temperature scaling"
-            best, best_score = Selection(form, reason, correction), score
-    scores = tuple(record.score for record in records.values())
-    best = replace(best, reason=f"{best.reason} on {rows}", rows=len(y), candidates=scores)
-    return with_ood(best, records[best.form], y, max_loss=float(base.mean()))
+    best, least = Selection(forms[0], "nothing was clearly better"), 1.0
+    for form in forms[1:]:
+        correction = Recalibration.of(held_out[form][0.0], y)
+        log_p = correction.log_probs(held_out[form][0.0])
+        scores[form] = score = score_of(form, log_p, base, y)
+        # The price of being worse calibrated than temperature scaling, as a share of its loss.
+        excess = calibration_error(log_p, y) - calibration_error(scaled, y) - SELECTION.calibration_slack
+        loss = float(losses(log_p, y).mean() / base.mean()) + SELECTION.calibration_price * max(0.0, excess)
+        if score.significance > SELECTION.significance and loss < least:
+            best = Selection(form, f"{score.gain:.3f} nats a row better than temperature scaling", correction)
+            least = loss
+    reason = f"{best.reason} on {len(y):,} held-out rows"
+    best = replace(best, reason=reason, rows=len(y), candidates=tuple(scores[form] for form in held_out))
+    return with_ood(best, held_out[best.form], y, max_loss=float(base.mean()))
 
 
-def calibration_cost(log_p: Tensor, scaled: Tensor, y: Tensor) -> float:
-    """The price of being worse calibrated than temperature scaling, as a share of its loss."""
-    excess = calibration_error(log_p, y) - calibration_error(scaled, y)
-    return SELECTION.calibration_price * max(0.0, excess - SELECTION.calibration_slack)
-
-
-def with_ood(plain: Selection, record: Record, y: Tensor, max_loss: float) -> Selection:
+def with_ood(plain: Selection, held_out: HeldOut, y: Tensor, max_loss: float) -> Selection:
     """Adds the out-of-distribution variance, and the recalibration that goes with it, if it costs held-out rows next
     to nothing and leaves no more loss than `max_loss`."""
-    strength = SELECTION.ood_strength
-    if strength not in record.parts:
+
+    def expected_loss(selection: Selection) -> float:
+        """The loss on other rows: each number fitted to these makes them look better by 1/N (AIC: Akaike, 1974)."""
+        correction = selection.recalibration
+        numbers = (correction != NONE) + (correction.bend != 0.0)
+        return float(losses(correction.log_probs(held_out[selection.ood_strength]), y).mean()) + numbers / len(y)
+
+    if SELECTION.ood_strength not in held_out:
         return plain
-    log_p = record[strength]
+    log_p = held_out[SELECTION.ood_strength]
     corrections = Recalibration.of(log_p, y), plain.recalibration.again(log_p, y)  # a new bend, or the same
-    selections = [replace(plain, recalibration=correction, ood_strength=strength) for correction in corrections]
-    best = min(selections, key=lambda selection: expected_loss(selection, record, y))
-    allowed = min((1.0 + SELECTION.ood_price) * expected_loss(plain, record, y), max_loss)
-    return best if expected_loss(best, record, y) <= allowed else plain
+    selections = [replace(plain, recalibration=c, ood_strength=SELECTION.ood_strength) for c in corrections]
+    best = min(selections, key=expected_loss)
+    allowed = min((1.0 + SELECTION.ood_price) * expected_loss(plain), max_loss)
+    return best if expected_loss(best) <= allowed else plain
 
 
-def expected_loss(selection: Selection, record: Record, y: Tensor) -> float:
-    """The loss on other rows: each number fitted to these rows makes them look better by 1/N (AIC: Akaike, 1974)."""
-    correction = selection.recalibration
-    numbers = (correction != NONE) + (correction.bend != 0.0)
-    return float(losses(correction.log_probs(record[selection.ood_strength]), y).mean()) + numbers / len(y)
+def score_of(form: VarianceForm, log_p: Tensor, base: Tensor, y: Tensor) -> CandidateScore:
+    """The score of log-probabilities (N, C), given the losses (N,) of temperature scaling."""
+    gains = base - losses(log_p, y)
+    gain, error = float(gains.mean()), float(gains.std() / len(gains) ** 0.5) if len(gains) > 1 else 0.0
+    return CandidateScore(form, gain - float(base.mean()), gain, error, len(y))
 
 
 def losses(log_p: Tensor, y: Tensor) -> Tensor:  # (N,)

@@ -24,8 +24,7 @@ from posthoc.collect.outputs import Outputs
 from posthoc.errors import LayerError
 from posthoc.fmgp.coordinates import Coordinates
 from posthoc.fmgp.inducing_points import kmeans
-from posthoc.fmgp.minibatches import DrawnBatches, PointView
-from posthoc.fmgp.objective import TrainingBatch
+from posthoc.fmgp.minibatches import DrawnBatches, PointView, TrainingBatch
 from posthoc.kernels import RBF
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.gaussian import Gaussian
@@ -136,7 +135,7 @@ class GP(Method):
         view, outputs = PointView(residual, coordinates), train.outputs[0].numel()
         process: Process
         if len(train) ** 2 * outputs <= self.config.exact_up_to**2:
-            everything = view.batch(likelihood, slice(None))
+            everything = view.batch(likelihood, view.outputs)
             process = Exact(everything.points[on], everything.target)
         else:
             generator = torch.Generator().manual_seed(self.config.seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +13,14 @@ __all__ = ["FlatAdam"]
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 """Adam's usual constants."""
+OPTIONS: dict[str, Any] = {"fused": True, "amsgrad": False, "weight_decay": 0.0, "maximize": False}
 
 
 class FlatAdam:
     """Adam on parameters that are views of one vector for each dtype and device, until `release`.
 
     Args:
-        parameters: those that require no gradient are left alone.
+        parameters: Those that require no gradient are left alone.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -26,19 +28,13 @@ class FlatAdam:
         groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for p in self.parameters:
             groups.setdefault((p.dtype, p.device), []).append(p)
-        self.values: list[Tensor] = []
-        self.grads: list[Tensor] = []
-        for members in groups.values():
-            values = torch.cat([p.detach().reshape(-1) for p in members])
-            grads = torch.zeros_like(values)
+        self.values = [torch.cat([p.detach().reshape(-1) for p in members]) for members in groups.values()]
+        self.grads, self.first, self.second = ([torch.zeros_like(v) for v in self.values] for _ in range(3))
+        self.counts = [torch.zeros((), dtype=torch.float32, device=v.device) for v in self.values]
+        for members, values, grads in zip(groups.values(), self.values, self.grads, strict=True):
             sizes = [p.numel() for p in members]
             for p, value, grad in zip(members, values.split(sizes), grads.split(sizes), strict=True):
                 p.data, p.grad = value.view(p.shape), grad.view(p.shape)
-            self.values.append(values)
-            self.grads.append(grads)
-        self.first = [torch.zeros_like(v) for v in self.values]
-        self.second = [torch.zeros_like(v) for v in self.values]
-        self.counts = [torch.zeros((), dtype=torch.float32, device=v.device) for v in self.values]
 
     def clear(self) -> None:
         """Sets the gradients to zero."""
@@ -48,23 +44,8 @@ class FlatAdam:
     @torch.no_grad()
     def step(self, lr: float | Tensor) -> None:
         """Takes one step; `lr` is a tensor () on the device where a CUDA graph is captured."""
-        adam(
-            self.values,
-            self.grads,
-            self.first,
-            self.second,
-            [],
-            self.counts,
-            fused=True,
-            capturable=isinstance(lr, Tensor),
-            amsgrad=False,
-            beta1=BETA1,
-            beta2=BETA2,
-            lr=lr,
-            weight_decay=0.0,
-            eps=EPS,
-            maximize=False,
-        )
+        options = {**OPTIONS, "beta1": BETA1, "beta2": BETA2, "eps": EPS, "capturable": isinstance(lr, Tensor)}
+        adam(self.values, self.grads, self.first, self.second, [], self.counts, lr=lr, **options)
 
     @property
     def state(self) -> list[Tensor]:
@@ -80,11 +61,6 @@ class FlatAdam:
         """Copies a snapshot back; a list of the values alone leaves the moments as they are."""
         for tensor, kept in zip(self.state, snapshot, strict=False):
             tensor.copy_(kept)
-
-    @property
-    def finite(self) -> bool:
-        """Whether all values are finite."""
-        return all(bool(v.isfinite().all()) for v in self.values)
 
     def release(self) -> None:
         """Gives every parameter its own memory again, without a gradient."""

@@ -7,13 +7,10 @@ import threading
 from typing import TYPE_CHECKING
 
 import torch
-
-from posthoc.training.adam import FlatAdam
-from posthoc.training.batches import Block, Source, tensors
-from posthoc.training.distributed import Ranks
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from posthoc.training.loop import PlainSteps
+    from posthoc.training.loop import Block, PlainSteps
 
 __all__ = ["GraphSteps"]
 
@@ -31,46 +28,41 @@ class GraphSteps:
     whose loss is not finite is repeated step by step: an ordinary step can add jitter, warn and raise; a graph cannot.
 
     Args:
-        plain: takes ordinary steps.
-        ahead: steps of the longest block.
+        plain: Takes ordinary steps.
+        ahead: Steps of the longest block.
     """
 
     def __init__(self, plain: PlainSteps, ahead: int) -> None:
         self.plain, self.ahead = plain, ahead
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    @staticmethod
-    def possible(optimizer: FlatAdam, ranks: Ranks, source: Source, generator: torch.Generator | None) -> bool:
-        """Whether steps can be captured: all on one GPU, batches of one shape, no other ranks, no random numbers."""
-        on_gpu = {v.device.type for v in optimizer.values} == {"cuda"}
-        return on_gpu and source.fixed and ranks.alone and generator is None
-
     def run(self, block: Block, lrs: list[float]) -> list[float]:
-        with torch.cuda.device(self.plain.optimizer.values[0].device):
-            return self._run(block, lrs)
+        """Takes one step for each learning rate and returns the losses."""
+        optimizer = self.plain.optimizer
+        with torch.cuda.device(optimizer.values[0].device):
+            before = optimizer.snapshot()
+            graph = self.graph = self.graph or self._capture(block, lrs)
+            self._place(block, lrs)
+            for _ in lrs:
+                graph.replay()
+            losses = self.losses[: len(lrs)].tolist()
+            if all(map(math.isfinite, losses)):
+                return losses
+            optimizer.restore(before)
+            return self.plain.run(block, lrs)
 
-    def _run(self, block: Block, lrs: list[float]) -> list[float]:
-        before = self.plain.optimizer.snapshot()
-        if self.graph is None:
-            self._capture(block, lrs)
-        self._place(block, lrs)
-        assert self.graph is not None
-        for _ in lrs:
-            self.graph.replay()
-        losses = self.losses[: len(lrs)].tolist()
-        if all(map(math.isfinite, losses)):
-            return losses
-        self.plain.optimizer.restore(before)
-        return self.plain.run(block, lrs)
-
-    def _capture(self, block: Block, lrs: list[float]) -> None:
+    def _capture(self, block: Block, lrs: list[float]) -> torch.cuda.CUDAGraph:
         optimizer = self.plain.optimizer
         before, device = optimizer.snapshot(), optimizer.values[0].device
         self.block = block.map(lambda t: torch.zeros(self.ahead, *t.shape[1:], dtype=t.dtype, device=t.device))
         self.lrs = torch.zeros(self.ahead, device=device)
         self.losses = torch.zeros(self.ahead, dtype=torch.float64, device=device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)
-        stream = side_stream(device)
+        # Always the same stream: libraries keep a workspace of tens of megabytes for every stream that they have seen.
+        streams: dict[torch.device, torch.cuda.Stream] = STREAMS.__dict__.setdefault("known", {})
+        if device not in streams:
+            streams[device] = torch.cuda.Stream(device)
+        stream = streams[device]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
@@ -78,16 +70,24 @@ class GraphSteps:
                 self._step()
                 optimizer.restore(before)
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         # Only this thread is captured: another may be reading rows ahead and allocate memory for them.
-        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._step()
         optimizer.restore(before)
+        return graph
 
     @torch.no_grad()
     def _place(self, block: Block, lrs: list[float]) -> None:
-        fresh = iter(tensors(block))
-        self.block.map(lambda place: place[: len(lrs)].copy_(next(fresh)))
+        given: list[Tensor] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            given.append(tensor)
+            return tensor
+
+        block.map(note)
+        rest = iter(given)
+        self.block.map(lambda place: place[: len(lrs)].copy_(next(rest)))
         self.lrs[: len(lrs)].copy_(torch.tensor(lrs))
         self.at.zero_()
 
@@ -96,12 +96,3 @@ class GraphSteps:
         loss = self.plain.step(batch, self.lrs.index_select(0, self.at).squeeze(0))
         self.losses.index_copy_(0, self.at, loss.double().reshape(1))
         self.at += 1
-
-
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which this thread captures. It is always the same one, since libraries keep a
-    workspace of tens of megabytes for every stream that they have seen."""
-    streams: dict[torch.device, torch.cuda.Stream] = STREAMS.__dict__.setdefault("known", {})
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)
-    return streams[device]

@@ -13,47 +13,48 @@ from torch import Tensor
 
 from posthoc.errors import TrainingError
 
-__all__ = ["Ranks", "distributed", "slice_of"]
+__all__ = ["Ranks", "distributed"]
 
 TIMEOUT = timedelta(minutes=10)
 """How long a process waits for the others."""
 
 
 class Ranks:
-    """This process among the others of `torch.distributed`, or alone if that was not initialized."""
+    """This process among the others of `torch.distributed`, or alone if that was not initialized.
+
+    Attributes:
+        rank: The number of this process.
+        count: The number of processes.
+        alone: Whether there is no other process.
+        first: Whether this process writes and reports.
+    """
 
     def __init__(self) -> None:
         together = dist.is_available() and dist.is_initialized()
         self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-
-    @property
-    def alone(self) -> bool:
-        return self.count == 1
-
-    @property
-    def first(self) -> bool:
-        """Whether this process writes and reports."""
-        return self.rank == 0
+        self.alone, self.first = self.count == 1, self.rank == 0
 
     def place(self, device: str | None) -> str | None:
         """The device of this process, where each has a GPU of its own."""
         return f"cuda:{torch.cuda.current_device()}" if device == "cuda" and not self.alone else device
 
+    def part(self, size: int) -> slice:
+        """This rank's part of a batch: consecutive rows, as many as the others have, or one more."""
+        return slice(size * self.rank // self.count, size * (self.rank + 1) // self.count)
+
     def sum(self, tensors: list[Tensor], weight: float) -> None:
         """Replaces tensors by their weighted sum over the ranks, the same to the bit on each."""
-        if self.alone:
-            return
-        with peers():
-            for tensor in tensors:
-                dist.all_reduce(tensor.mul_(weight))
+        if not self.alone:
+            with peers():
+                for tensor in tensors:
+                    dist.all_reduce(tensor.mul_(weight))
 
     def share(self, tensors: list[Tensor]) -> None:
         """Copies rank 0's numbers to all ranks."""
-        if self.alone:
-            return
-        with peers():
-            for tensor in tensors:
-                dist.broadcast(tensor, 0)
+        if not self.alone:
+            with peers():
+                for tensor in tensors:
+                    dist.broadcast(tensor, 0)
 
     def agree(self, value: float) -> float:
         """Rank 0's value, on all ranks."""
@@ -63,11 +64,6 @@ class Ranks:
         tensor = torch.tensor([value], dtype=torch.float64, device=device)
         self.share([tensor])
         return float(tensor)
-
-
-def slice_of(size: int, ranks: Ranks) -> slice:
-    """A rank's part of a batch: consecutive rows, as many as the others have, or one more."""
-    return slice(size * ranks.rank // ranks.count, size * (ranks.rank + 1) // ranks.count)
 
 
 @contextmanager

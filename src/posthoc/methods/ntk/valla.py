@@ -15,12 +15,12 @@ from posthoc.base import Job, TrainingConfig, option
 from posthoc.collect.loaders import Batch
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import OptionError
-from posthoc.fmgp.build import START, inducing_owners, inducing_places, train_fitted
+from posthoc.fmgp.build import START, train_fitted
 from posthoc.fmgp.coordinates import Coordinates
 from posthoc.fmgp.covariance import Correction, correction
 from posthoc.fmgp.estimator import decode_points, encode_classes, encode_points
 from posthoc.fmgp.fitted import FittedFMGP
-from posthoc.fmgp.inducing_points import Inducing
+from posthoc.fmgp.inducing_points import Inducing, initial_inducing
 from posthoc.fmgp.minibatches import PointView
 from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
@@ -152,9 +152,10 @@ class VaLLA(NTKMethod):
             process = TangentProcess(kernel, among, owners.to(device), independent_outputs(units))
             size = process.split(sample["features"])[1].diagonal(dim1=1, dim2=2).mean(0)
         else:
-            z = inducing_places(self.config.inducing, self.config.num_inducing, view, generator)
-            owners = inducing_owners(self.config.inducing_classes, len(z["features"]), len(units), generator)
-            inducing = Inducing({"features": z["features"].to(device)}, owners)
+            config = self.config
+            inducing = initial_inducing(
+                config.inducing, config.inducing_classes, config.num_inducing, view, len(units), generator
+            )
             process = Process(kernel, inducing, len(units), independent_outputs(units), start=START)
             size = kernel.diag(sample).mean().detach()
         precision = self.config.prior_precision or float((size * units.square()).mean().clamp_min(1e-300))
