@@ -179,7 +179,7 @@ def test_loaded_head_keeps_its_options(tmp_path: Path) -> None:
     method.save(path)
     loaded = FMGP.load(path, model=mlp())
     assert (loaded.config.alpha, loaded.config.kl) == (0.5, "once")
-    assert loaded.config.training(100) == method.config.training(100)
+    assert loaded.config.training_on(100) == method.config.training_on(100)
 
 
 def test_loading_does_not_change_the_network(tmp_path: Path) -> None:

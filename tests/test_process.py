@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from posthoc import FMGP, RBF, Categorical, Linear, Outputs, White
 from posthoc.fmgp.inducing_points import Inducing
-from posthoc.fmgp.objective import Objective, TrainingBatch
+from posthoc.fmgp.minibatches import TrainingBatch
+from posthoc.fmgp.objective import Objective
 from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.fmgp.process import Process
 from posthoc.kernels import gram
