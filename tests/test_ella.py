@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc import Outputs
-from posthoc.errors import DataError, OptionError
+from posthoc.errors import DataError
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.ntk.ella import ELLA, NOISES, leading
@@ -158,16 +158,6 @@ def test_loaders_and_arrays_agree():
         for data in ((x, y), loader)
     )
     torch.testing.assert_close(first, second)
-
-
-def test_gradients_that_do_not_fit_are_refused_with_their_size():
-    model, x, y, _ = case("classification", 40)
-    options = {"weights": "all", "max_gigabytes": 1e-4}
-    with pytest.raises(OptionError, match=r'0\.00072 GB.*num_inducing.*weights="last"'):
-        ELLA(model, "classification", **options).fit((x, y))
-    method = ELLA(model, "classification", num_inducing=3, **options).fit((x, y))
-    with pytest.raises(OptionError, match=r"0\.00192 GB.*num_features"):
-        method.fit((x.repeat(100, 1), y.repeat(100)))
 
 
 def test_other_features_than_those_of_the_fit_are_refused():

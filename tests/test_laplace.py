@@ -360,7 +360,7 @@ def test_a_curvature_that_does_not_fit_is_refused_with_its_size():
     data = Outputs(said, torch.arange(3), torch.zeros(3, 2048))
     with pytest.raises(OptionError, match=r'need 1.34e\+05 GB\. Use curvature="kron" \(0.23 GB\) or curvature="diag"'):
         Laplace(None, "classification", curvature="full").fit(data)
-    with pytest.raises(OptionError, match="Allow more with max_gigabytes"):
+    with pytest.raises(OptionError, match="allow more with max_gigabytes"):
         Laplace(None, "classification", curvature="diag", max_gigabytes=0.01).fit(data)
 
 

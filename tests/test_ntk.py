@@ -204,6 +204,17 @@ def test_a_failed_fit_changes_neither_the_method_nor_the_network(name, weights):
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_gradients_and_features_that_do_not_fit_are_refused_with_their_size(name):
+    model, x, y, _ = case("classification")
+    options = {"weights": "all", "num_inducing": 3, "max_gigabytes": 1e-4}
+    method = METHODS[name](model, "classification", **options).fit((x, y))
+    width = 3 * (20 if name == "ella" else 6)
+    needed = f"{(6 * 45 * 8 + 8 * 2000 * width) / 1e9:.3g}"
+    with pytest.raises(OptionError, match=rf'need {needed} GB.*num_inducing.*weights="last"'):
+        method.fit((x.repeat(100, 1), y.repeat(100)))
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_bad_options_and_data(name):
     model, x, y, _ = case("classification")
     make = METHODS[name]

@@ -243,16 +243,6 @@ def test_the_network_comes_back_as_it_was_even_after_an_error():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_kernels_that_do_not_fit_are_refused_with_their_size():
-    model, x, y, _ = case("classification")
-    with pytest.raises(OptionError, match=r'3\.6e-05 GB.*num_inducing.*weights="last"'):
-        VaLLA(model, "classification", weights="all", num_inducing=100, max_gigabytes=1e-5).fit((x, y))
-    method = VaLLA(model, "classification", weights="all", num_inducing=10, max_gigabytes=1e-5, steps=1)
-    method.fit((x[:10], y[:10]))
-    with pytest.raises(OptionError, match=r"3 outputs at 2,000 points take 0\.000625 GB"):
-        method.fit((x.repeat(100, 1), y.repeat(100)))
-
-
 def test_options_that_make_no_sense():
     model, x, y, _ = case("classification")
     for wrong in (

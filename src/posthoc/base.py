@@ -114,7 +114,7 @@ class Fitted(nn.Module):
 class Method(ABC):
     """A post-hoc method: it adds uncertainty to the outputs of a trained network.
 
-    A subclass declares its options in a `MethodConfig` and implements `_fit`, `_predictor`, `_needs` and `_blank`.
+    A subclass declares its options in a `MethodConfig` and implements `_fit`, `_needs`, `_blank` and `_predictor`.
 
     Args:
         model: A trained `nn.Module`, a callable that returns a tensor, or None to work from `Outputs`.
@@ -435,9 +435,19 @@ class Method(ABC):
     def _fit(self, job: Job) -> Fitted | None:
         """The fitted state. A fit that fails leaves the method as it was."""
 
-    @abstractmethod
     def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Any], Predictive]:
-        """A function from some rows of outputs to predictions, made once for many parts of the data."""
+        """A function from some rows of outputs to predictions, made once for many parts of the data.
+
+        By default `fitted.predictive(rows, covariance=...)`, computed where the fitted state is.
+        """
+        dense, device = self._dense(covariance), fitted.device
+        blocks = [name for name, wanted in zip(("features", "inputs"), self._needs(fitted=True), strict=True) if wanted]
+
+        def predict(outputs: Outputs) -> Predictive:
+            pred: Predictive = fitted.predictive(outputs.only(*blocks).to(device), covariance=dense)
+            return pred.to(outputs.outputs.device)
+
+        return predict
 
     @abstractmethod
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:

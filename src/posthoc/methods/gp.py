@@ -100,7 +100,6 @@ class GP(Method):
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         super().__init__(model, likelihood, **options)
-        self._posterior: Posterior | None = None
         require("gpytorch", "gp", "A Gaussian process")
 
     def _fit(self, job: Job) -> FittedGP:
@@ -111,7 +110,7 @@ class GP(Method):
         def objective(batch: TrainingBatch) -> Tensor:
             return fitted.process.loss(batch.points[self.config.on], batch.target, fitted.likelihood, job.num_data)
 
-        history = train(
+        self.history = train(
             objective,
             fitted.parameters(),
             DrawnBatches(view, fitted.likelihood, size, training.seed, Ranks()),
@@ -120,7 +119,6 @@ class GP(Method):
             checkpoint=job.checkpoint,
             cuda_graph=False,  # a Cholesky factor that fails has to warn or raise
         )
-        self.history, self._posterior = history, None
         return fitted
 
     def _untrained(self, train: Outputs, device: torch.device) -> tuple[FittedGP, PointView]:
@@ -141,17 +139,6 @@ class GP(Method):
             generator = torch.Generator().manual_seed(self.config.seed)
             process = Sparse(kmeans(view, self.config.num_inducing, generator)[on].to(device), outputs)
         return FittedGP(process, coordinates, likelihood, center), view
-
-    def _predictor(self, fitted: FittedGP, *, covariance: bool) -> Callable[[Outputs], Predictive]:
-        if self._posterior is None:  # computed once: that of an exact process takes as long as a step of the fit
-            self._posterior = fitted.process.posterior(fitted.likelihood)
-        posterior = self._posterior
-
-        def predict(outputs: Outputs) -> Predictive:
-            pred = fitted.predictive(outputs.to(fitted.device), posterior, covariance=covariance)
-            return pred.to(outputs.outputs.device)
-
-        return predict
 
     def _rows_at_once(self) -> int:
         assert isinstance(self._fitted, FittedGP)
@@ -188,13 +175,16 @@ class FittedGP(Fitted):
         self.process, self.coordinates = process, coordinates
         self.register_buffer("center", center)  # (C,), or None where the network is the prior
         self.center: Tensor | None
+        self.posterior: Posterior | None = None
 
     def shapes(self) -> dict[str, Any]:
         return {"kind": self.process.kind, "shape": list(self.process.shape)}
 
-    def predictive(self, outputs: Outputs, posterior: Posterior, *, covariance: bool = False) -> Predictive:
+    def predictive(self, outputs: Outputs, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows, in the user's units."""
-        mean, variance = posterior(self.coordinates.points(outputs)[self.coordinates.spaces[0]])
+        if self.posterior is None:  # computed once: that of an exact process takes as long as a step of the fit
+            self.posterior = self.process.posterior(self.likelihood)
+        mean, variance = self.posterior(self.coordinates.points(outputs)[self.coordinates.spaces[0]])
         prior, dtype = with_prior(outputs, self.center).outputs, working_dtype(outputs.outputs)
         moved = (columns(prior) + self.likelihood.scale * mean).to(dtype).reshape(outputs.outputs.shape)
         return self.likelihood.predictive(moved, IndependentLatent(variance), covariance=covariance)
@@ -203,11 +193,11 @@ class FittedGP(Fitted):
         """A function that gives minus the mean log-probability of the validation targets."""
 
         def score() -> float:
-            posterior, total = self.process.posterior(self.likelihood), 0.0
-            for rows in torch.arange(len(val)).split(CHUNK):
-                part = val[rows].to(self.device)
-                total -= float(self.predictive(part, posterior).log_prob(part.targets).sum())
-            return total / len(val)
+            parts = (val[rows].to(self.device) for rows in torch.arange(len(val)).split(CHUNK))
+            self.posterior = None
+            total = sum(float(self.predictive(part).log_prob(part.targets).sum()) for part in parts)
+            self.posterior = None
+            return -total / len(val)
 
         return score
 

@@ -179,12 +179,12 @@ def require_room(form: Form, num_outputs: int, num_features: int, *, classes: bo
         "diag": joint,
     }
     needed = {name: COPIES * 8 * count / 1e9 for name, count in numbers.items()}
+    others = [f'curvature="{name}" ({size:.2g} GB)' for name, size in needed.items() if size <= gigabytes]
     if needed[form] > gigabytes:
-        others = [f'curvature="{name}" ({needed[name]:.2g} GB)' for name in needed if needed[name] <= gigabytes]
-        instead = f"Use {' or '.join(others)}, or allow more" if others else "Allow more"
         raise OptionError(
             f'Expected curvature="{form}" to fit into {gigabytes:g} GB, found that {num_outputs} outputs x '
-            f"{num_features} features need {needed[form]:.3g} GB. {instead} with max_gigabytes=...."
+            f"{num_features} features need {needed[form]:.3g} GB. Use {' or '.join(others) or 'another method'}, or "
+            "allow more with max_gigabytes=...."
         )
 
 

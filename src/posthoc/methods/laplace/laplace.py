@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from posthoc.base import FeatureConfig, Job, Method, option
-from posthoc.collect.outputs import Outputs
 from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
@@ -15,7 +14,6 @@ from posthoc.likelihoods.registry import make_likelihood
 from posthoc.methods.laplace.curvature import Form, require_room
 from posthoc.methods.laplace.last_layer import find_last_layer, require_last_layer
 from posthoc.methods.laplace.posterior import Posterior, fit_posterior, refine
-from posthoc.predictive.base import Predictive
 
 __all__ = ["Laplace", "linearized"]
 
@@ -97,15 +95,6 @@ class Laplace(Method):
         if prior == "val" and job.val is not None:
             refine(posterior, job.val.only("features"))
         return posterior
-
-    def _predictor(self, fitted: Posterior, *, covariance: bool) -> Callable[[Outputs], Predictive]:
-        dense = self._dense(covariance)
-
-        def predict(outputs: Outputs) -> Predictive:
-            part = outputs.only("features").to(fitted.device)
-            return fitted.predictive(part, covariance=dense).to(outputs.outputs.device)
-
-        return predict
 
     def _rows_at_once(self) -> int:
         return min(super()._rows_at_once(), self.posterior.rows_at_once)

@@ -111,10 +111,9 @@ def solve(outputs: Outputs, home: torch.device) -> LastLayer:
         gram.addmm_(x.mT, x)
         cross.addmm_(x.mT, y)
     x_mean, y_mean = gram[:-1, -1] / rows, cross[-1] / rows
-    values, vectors = torch.linalg.eigh(gram[:-1, :-1] / rows - torch.outer(x_mean, x_mean))
-    seen = values > SPECK * values[-1].clamp_min(torch.finfo(torch.float64).tiny)
-    inverse = torch.where(seen, 1.0 / values, 0.0)
-    weight = (vectors * inverse) @ (vectors.mT @ (cross[:-1] / rows - torch.outer(x_mean, y_mean)))  # (D, C)
+    covariance = gram[:-1, :-1] / rows - torch.outer(x_mean, x_mean)
+    inverse = torch.linalg.pinv(covariance, rtol=SPECK, hermitian=True)
+    weight = inverse @ (cross[:-1] / rows - torch.outer(x_mean, y_mean))  # (D, C)
     return LastLayer(weight.mT.contiguous(), y_mean - x_mean @ weight)
 
 

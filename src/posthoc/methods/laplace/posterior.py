@@ -38,42 +38,34 @@ class Posterior(Fitted):
 
     def shapes(self) -> dict[str, Any]:
         matrices = {name: list(tensor.shape) for name, tensor in self.curvature.state_dict().items()}
-        return {
-            "curvature": type(self.curvature).__name__,
-            "matrices": matrices,
-            "num_features": self.num_features,
-            "bias": self.bias,
-        }
+        return {"matrices": matrices, "num_features": self.num_features, "bias": self.bias}
 
     @classmethod
     def blank(cls, likelihood: Likelihood, shapes: Mapping[str, Any]) -> Posterior:
         """A posterior of these shapes, to load tensors into."""
-        kind = {kind.__name__: kind for kind in (Separable, Dense)}[shapes["curvature"]]
         zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes["matrices"].items()}
-        return cls(kind(**zeros), likelihood, num_features=shapes["num_features"], bias=shapes["bias"])
+        curvature: Curvature = Dense(**zeros) if "vectors" in zeros else Separable(**zeros)
+        return cls(curvature, likelihood, num_features=shapes["num_features"], bias=shapes["bias"])
 
     @property
     def rows_at_once(self) -> int:
         """How many rows to predict at a time."""
         return rows_that_fit(self.curvature.width)
 
-    def latent(self, features: Tensor) -> Latent:
-        """The Gaussian over the outputs at some rows, in the likelihood's units."""
-        x = features.double()
-        x, precision, likelihood = with_one(x) if self.bias else x, self.log_precision.exp(), self.likelihood
-        if isinstance(likelihood, Categorical):
-            return self.curvature.latent(x, precision, likelihood.temperature.square())
-        assert isinstance(likelihood, Gaussian)
-        unit = likelihood.scale.square()
-        return IndependentLatent(self.curvature.latent(x, precision, likelihood.noise * unit).variance / unit)
-
     def predictive(self, outputs: Outputs, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows."""
-        features = outputs.features
+        features, likelihood, latent = outputs.features, self.likelihood, self.curvature.latent
         if features is None or features.shape[1] != self.num_features:
             found = "none" if features is None else str(features.shape[1])
             raise DataError(f"Expected features of width {self.num_features} as in fit, got {found}.")
-        return self.likelihood.predictive(outputs.outputs, self.latent(features), covariance=covariance)
+        x, precision = with_one(features.double()) if self.bias else features.double(), self.log_precision.exp()
+        if isinstance(likelihood, Gaussian):
+            unit = likelihood.scale.square()
+            along: Latent = IndependentLatent(latent(x, precision, likelihood.noise * unit).variance / unit)
+        else:
+            assert isinstance(likelihood, Categorical)
+            along = latent(x, precision, likelihood.temperature.square())
+        return likelihood.predictive(outputs.outputs, along, covariance=covariance)
 
 
 def fit_posterior(

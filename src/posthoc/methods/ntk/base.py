@@ -61,6 +61,7 @@ class NTKMethod(Method):
     Config = NTKConfig
     config: NTKConfig
     needs_classes = True
+    jacobian: Jacobian
     _fitted: Any
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
@@ -71,40 +72,23 @@ class NTKMethod(Method):
                     f'{self.name} with weights="all" needs the network itself, an nn.Module, to differentiate. '
                     'With weights="last" it needs outputs and features alone.'
                 )
-            self._jacobian()
-
-    def _jacobian(self) -> Jacobian:
-        assert self.backbone is not None
-        assert self.backbone.module is not None
-        return Jacobian(self.backbone.module, self._likelihood.task)
+            self.jacobian = Jacobian(self.backbone.module, self._likelihood.task)
 
     @abstractmethod
-    def _tangent_features(self, jacobian: Jacobian, tangents: Tensor, batch: Batch) -> Tensor:  # (N, D)
+    def _tangent_features(self, tangents: Tensor, batch: Batch) -> Tensor:  # (N, D)
         """The features of a batch, from its Jacobians and tangents (K, P)."""
 
     @abstractmethod
-    def _feature_bytes(self, points: int, outputs: int) -> int:
-        """The memory that features of so many points take."""
-
-    def _afford(self, size: int, what: str, remedy: str) -> None:
-        """Refuses what takes more bytes than the user allowed."""
-        if size > self.config.max_gigabytes * 1e9:
-            raise OptionError(
-                f"{what} take {size / 1e9:.3g} GB, and max_gigabytes={self.config.max_gigabytes:g}. Ask for fewer "
-                f'({remedy}), allow more, or use weights="last".'
-            )
+    def _feature_width(self, outputs: int) -> int:
+        """D, the number of features of a point."""
 
     def _check_data(self, data: Any) -> None:
         self._refuse_outputs(data)
-        if self.config.weights == "all":
-            if isinstance(data, Iterator):
-                raise DataError(
-                    f'{self.name} with weights="all" reads the data more than once: give a DataLoader or arrays, no '
-                    "iterator."
-                )
-            number, jacobian = self.config.num_inducing, self._jacobian()
-            what = f"The gradients at {number:,} points in {jacobian.size:,} weights"
-            self._afford(number * jacobian.row_bytes, what, "num_inducing")
+        if self.config.weights == "all" and isinstance(data, Iterator):
+            raise DataError(
+                f'{self.name} with weights="all" reads the data more than once: give a DataLoader or arrays, no '
+                "iterator."
+            )
 
     def _refuse_outputs(self, data: Any) -> None:
         if self.config.weights == "all" and isinstance(data, Outputs):
@@ -113,25 +97,34 @@ class NTKMethod(Method):
                 'outputs. With weights="last" outputs and features are enough.'
             )
 
+    def _require_memory(self, points: int, outputs: int) -> None:
+        """Refuses a fit whose gradients and features would not fit into memory."""
+        gradients = (self.config.num_inducing + outputs) * self.jacobian.row_bytes
+        needed, allowed = (gradients + 8 * points * self._feature_width(outputs)) / 1e9, self.config.max_gigabytes
+        if needed > allowed:
+            raise OptionError(
+                f"Expected gradients in {self.jacobian.size:,} weights and features of {points:,} points to fit into "
+                f"{allowed:g} GB, found that they need {needed:.3g} GB. Ask for fewer (num_inducing), fit on less "
+                'data, allow more with max_gigabytes=..., or use weights="last".'
+            )
+
     def _draw_gradients(self, job: Job) -> tuple[Tensor, Tensor]:  # (M, P), (M,)
         """Gradients at random pairs of a point and an output, and the outputs of the pairs, in ascending order."""
         self._refuse_outputs(job.val_data)
         plain, outputs = super()._require_backbone(job.data), job.train.outputs[0].numel()
+        self._require_memory(len(job.train), outputs)
         count = len(job.train) * outputs
         generator = torch.Generator().manual_seed(self.config.seed)
         pairs = distinct(count, min(self.config.num_inducing, count), generator).sort().values
         with evaluating(plain.module), exclusive(plain.module):
             batches = (plain.place(raw) for raw in iterate(job.data, 256))
-            found = gradients(self._jacobian(), batches, pairs, outputs)
+            found = gradients(self.jacobian, batches, pairs, outputs)
         owners = (pairs % outputs)[: len(found)]
         order = owners.argsort(stable=True)
         return found[order.to(found.device)], owners[order]
 
     def _with_features(self, job: Job, tangents: Tensor) -> Job:
         """The job with the features that these tangents give."""
-        points, outputs = len(job.train), job.train.outputs[0].numel()
-        what = f"The features of {outputs} outputs at {points:,} points"
-        self._afford(self._feature_bytes(points, outputs), what, "num_inducing, num_features, or rows of the data")
         backbone = self._tangent_backbone(tangents)
 
         def collected(data: Any) -> Outputs:
@@ -143,7 +136,7 @@ class NTKMethod(Method):
 
     def _tangent_backbone(self, tangents: Tensor) -> TangentBackbone:
         assert self.backbone is not None
-        return TangentBackbone(self.backbone, partial(self._tangent_features, self._jacobian(), tangents))
+        return TangentBackbone(self.backbone, partial(self._tangent_features, tangents))
 
     def _require_backbone(self, data: Any) -> Backbone:
         if self.config.weights == "last" or self._fitted is None:

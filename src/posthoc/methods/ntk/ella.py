@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from posthoc.methods.laplace.laplace import linearized
 from posthoc.methods.laplace.last_layer import find_last_layer, with_one
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
 from posthoc.methods.ntk.base import NTKConfig, NTKMethod
-from posthoc.methods.ntk.ntk import Jacobian, products
+from posthoc.methods.ntk.ntk import products
 from posthoc.numerics import rows_that_fit
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import FactorLatent
@@ -106,7 +106,7 @@ class ELLA(NTKMethod):
         if self.config.weights == "all":
             directions, classes = leading(self._draw_gradients(job)[0], self.config.num_features)[0], None
             job = self._with_features(job, directions)
-            theta = torch.cat([weight.reshape(-1) for weight in self._jacobian().weights.values()])
+            theta = torch.cat([weight.reshape(-1) for weight in self.jacobian.weights.values()])
             along = (directions.to(theta) @ theta).double()
         else:
             directions, classes, along = self._last_layer_directions(job.train, device)
@@ -136,13 +136,11 @@ class ELLA(NTKMethod):
         assert features is not None
         j = with_one(features.to(device).double())
         j[:, -1] *= layer.bias is not None  # directions that leave alone a bias that is not there
-        found = []
-        for output in owners.unique().tolist():
-            directions, values = leading(j[owners == output], self.config.num_features)
-            found += [(float(v), output, d) for v, d in zip(values, directions, strict=True)]
-        found = sorted(found, key=lambda entry: -entry[0])[: self.config.num_features]
-        directions = torch.stack([direction for *_, direction in found])
-        classes = torch.tensor([output for _, output, _ in found], device=device)
+        found = [(c, *leading(j[owners == c], self.config.num_features)) for c in owners.unique().tolist()]
+        classes = torch.cat([torch.full_like(values, c, dtype=torch.long) for c, _, values in found])
+        best = torch.cat([values for *_, values in found]).argsort(descending=True, stable=True)
+        best = best[: self.config.num_features]
+        directions, classes = torch.cat([part for _, part, _ in found])[best], classes[best]
         return directions, classes, (theta[classes] * directions).sum(-1)
 
     def _gauss_newton(self, job: Job, fitted: FittedELLA, *, early_stop: bool) -> dict[int, Tensor]:  # of (K, K)
@@ -176,30 +174,19 @@ class ELLA(NTKMethod):
         )
         return Candidate(len(job.train), values, vectors, precision, float(noise))
 
-    def _predictor(self, fitted: FittedELLA, *, covariance: bool) -> Callable[[Outputs], Predictive]:
-        dense = self._dense(covariance)
-
-        def predict(outputs: Outputs) -> Predictive:
-            part = outputs.only("features").to(fitted.device)
-            latent = FactorLatent(fitted.features(part) @ fitted.factor)
-            return fitted.likelihood.predictive(part.outputs, latent, covariance=dense).to(outputs.outputs.device)
-
-        return predict
-
     def _rows_at_once(self) -> int:
         return min(super()._rows_at_once(), rows_that_fit(math.prod(self._width or ()) * len(self._fitted.factor)))
 
-    def _tangent_features(self, jacobian: Jacobian, tangents: Tensor, batch: Batch) -> Tensor:  # (N, C K)
-        return jacobian.push(batch, tangents).flatten(1)
+    def _tangent_features(self, tangents: Tensor, batch: Batch) -> Tensor:  # (N, C K)
+        return self.jacobian.push(batch, tangents).flatten(1)
 
-    def _feature_bytes(self, points: int, outputs: int) -> int:
-        jacobian = self._jacobian()
-        return points * outputs * self.config.num_features * jacobian.row_bytes // jacobian.size
+    def _feature_width(self, outputs: int) -> int:
+        return outputs * self.config.num_features
 
     def _blank(self, shapes: Mapping[str, Any]) -> FittedELLA:
         k, size = shapes["directions"]
         last = self.config.weights == "last"
-        dtype = torch.float64 if last else next(iter(self._jacobian().weights.values())).dtype
+        dtype = torch.float64 if last else next(iter(self.jacobian.weights.values())).dtype
         classes = torch.zeros(k, dtype=torch.long) if last else None
         return FittedELLA(self._blank_likelihood(), torch.zeros(k, size, dtype=dtype), classes)
 
@@ -259,6 +246,11 @@ class FittedELLA(Fitted):
             along = with_one(features) @ self.tangents.mT  # (N, K)
             phi = along[:, None] * (torch.arange(outputs, device=along.device)[:, None] == self.classes)
         return phi / self.likelihood.scale[:, None] if isinstance(self.likelihood, Gaussian) else phi
+
+    def predictive(self, part: Outputs, *, covariance: bool = False) -> Predictive:
+        """The predictive distribution of some rows."""
+        latent = FactorLatent(self.features(part) @ self.factor)
+        return self.likelihood.predictive(part.outputs, latent, covariance=covariance)
 
     def gauss_newton(self, part: Outputs) -> Tensor:  # (K, K)
         """Σ φᵀ Λ φ over some rows, Λ the Hessian of the negative log-likelihood in the outputs; for a noise of one."""

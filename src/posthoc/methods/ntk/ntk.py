@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from posthoc.collect.class_scores import as_logits
-from posthoc.collect.loaders import Batch, copied
+from posthoc.collect.loaders import Batch, copied, row_count, take
 from posthoc.collect.network import read_outputs
-from posthoc.errors import DataError, OptionError
+from posthoc.errors import OptionError
 from posthoc.kernels import Linear, Points, Space
 
 __all__ = ["Jacobian", "LastLayerNTK", "gradients", "products"]
@@ -67,20 +67,19 @@ class Jacobian:
     ) -> Tensor:  # (N, R, P)
         """The gradients of combinations of the outputs: J(x) itself where these are an identity."""
         with torch.inference_mode(False):
-            batch, weights = take_rows(batch, slice(None)), self.weights
+            batch, weights = copied(batch), self.weights
             leaves, spec = tree_flatten((batch.args, batch.kwargs))
-            rows = count(batch)
-            by_row = [is_rows(leaf, rows) for leaf in leaves]
+            in_rows = [0 if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves]
 
             def one(combination: Tensor, *row: Any) -> Tensor:
-                alone = [leaf[None] if mine else leaf for leaf, mine in zip(row, by_row, strict=True)]
+                alone = [leaf if axis is None else leaf[None] for leaf, axis in zip(row, in_rows, strict=True)]
                 args, kwargs = tree_unflatten(alone, spec)
                 back = vjp(lambda w: self.outputs(w, Batch(args, kwargs, None)).squeeze(0), weights)[1]
                 (gradient,) = vmap(back)(combination)
                 return torch.cat([part.flatten(1) for part in gradient.values()], -1)
 
             try:
-                return vmap(one, (0, *(0 if mine else None for mine in by_row)))(combinations, *leaves)
+                return vmap(one, (0, *in_rows))(combinations, *leaves)
             except RuntimeError:
                 return torch.stack(
                     [self._slowly(part, c) for part, c in zip(pieces(batch, 1), combinations, strict=True)]
@@ -108,7 +107,7 @@ class Jacobian:
 
     def _push(self, batch: Batch, directions: Tensor) -> Tensor:
         with torch.inference_mode(False):
-            batch, weights = take_rows(batch, slice(None)), self.weights
+            batch, weights = copied(batch), self.weights
             sizes = [weight.numel() for weight in weights.values()]
             split = directions.split(sizes, -1)
             tangents = {n: d.reshape(-1, *w.shape).to(w) for (n, w), d in zip(weights.items(), split, strict=True)}
@@ -144,7 +143,7 @@ def gradients(
         inside = pairs[(pairs >= start * outputs) & (pairs < end * outputs)]
         for some in inside.split(size) if len(inside) else ():
             one_hot = nn.functional.one_hot(some % outputs, outputs).to(weight)
-            rows = take_rows(batch, (some // outputs - start).to(weight.device))
+            rows = rows_of(batch, (some // outputs - start).to(weight.device))
             parts.append(jacobian.pull(rows, one_hot[:, None]).squeeze(1))
         start = end
     return torch.cat(parts)
@@ -179,31 +178,18 @@ class LastLayerNTK(Linear):
         return {"type": "last_layer_ntk", "on": self.on, "bias": self.bias}
 
 
-def count(batch: Batch) -> int:
-    """The rows of a batch."""
-    for leaf in tree_flatten((batch.args, batch.kwargs))[0]:
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return len(leaf)
-    raise DataError('Expected inputs that are tensors with a row a point, for weights="all"; found none.')
-
-
-def is_rows(leaf: Any, rows: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == rows
-
-
-def take_rows(batch: Batch, rows: slice | Tensor) -> Batch:
-    """Some rows of a batch, as tensors that can be differentiated through: those of inference mode cannot."""
-    total = count(batch)
-
-    def take(leaf: Any) -> Any:
-        taken = leaf[rows] if is_rows(leaf, total) else leaf
-        return taken.clone() if isinstance(taken, Tensor) and taken.is_inference() else taken
-
-    args, kwargs = tree_map(take, batch[:2])
+def rows_of(batch: Batch, rows: slice | Tensor) -> Batch:
+    """Some rows of a batch."""
+    args, kwargs = take((batch.args, batch.kwargs), rows)
     return Batch(args, kwargs, None)
 
 
 def pieces(batch: Batch, size: int) -> Iterator[Batch]:
     """Consecutive rows of a batch."""
     for start in range(0, count(batch), size):
-        yield take_rows(batch, slice(start, start + size))
+        yield rows_of(batch, slice(start, start + size))
+
+
+def count(batch: Batch) -> int:
+    """The number of rows of a batch."""
+    return row_count((batch.args, batch.kwargs))

@@ -32,7 +32,7 @@ from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.registry import make_likelihood
 from posthoc.methods.laplace.last_layer import find_last_layer
 from posthoc.methods.ntk.base import NTKConfig, NTKMethod
-from posthoc.methods.ntk.ntk import Jacobian, LastLayerNTK, products
+from posthoc.methods.ntk.ntk import LastLayerNTK, products
 from posthoc.numerics import rows_that_fit
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import DenseLatent, Latent
@@ -163,43 +163,33 @@ class VaLLA(NTKMethod):
         kernel.requires_grad_(self.config.prior_precision is None)
         return FittedVaLLA(process, coordinates, likelihood, gradients=gradients)
 
-    def _predictor(self, fitted: FittedVaLLA, *, covariance: bool) -> Callable[[Outputs], Predictive]:
-        w, dense = fitted.prepared(), self._dense(covariance)
-
-        def predict(outputs: Outputs) -> Predictive:
-            part = outputs.only("features").to(fitted.device)
-            return fitted.predictive(part, w, covariance=dense).to(outputs.outputs.device)
-
-        return predict
-
     def _rows_at_once(self) -> int:
         outputs = math.prod(self._width or ()) if self.config.weights == "all" or self._dense(False) else 1
         return min(super()._rows_at_once(), rows_that_fit(outputs * len(self._fitted.process.l_raw)))
 
-    def _tangent_features(self, jacobian: Jacobian, tangents: Tensor, batch: Batch) -> Tensor:  # (N, C M + C C)
+    def _tangent_features(self, tangents: Tensor, batch: Batch) -> Tensor:  # (N, C M + C C)
         """The tangent kernel for a prior variance of one, between a point's outputs and the inducing points, and among
         those outputs."""
         found = []
-        for j in jacobian.written(batch):
+        for j in self.jacobian.written(batch):
             cross = products(j.flatten(0, 1), tangents.to(j.device))
             found.append(torch.cat([cross.reshape(len(j), -1), products(j, j).flatten(1)], -1))
         return torch.cat(found)
 
-    def _feature_bytes(self, points: int, outputs: int) -> int:
-        kernels = 8 * points * outputs * (self.config.num_inducing + outputs)
-        return kernels + outputs * self._jacobian().row_bytes
+    def _feature_width(self, outputs: int) -> int:
+        return outputs * (self.config.num_inducing + outputs)
 
     def _blank(self, shapes: Mapping[str, Any]) -> FittedVaLLA:
         likelihood, outputs = self._blank_likelihood(), math.prod(self._width or ())
         kernel = LastLayerNTK(bias=shapes["kernel"]["bias"])
         if self.config.weights == "last":
             return FittedVaLLA.blank(shapes, kernel, likelihood, outputs)
-        owners, jacobian = torch.tensor(shapes["owners"]), self._jacobian()
+        owners = torch.tensor(shapes["owners"])
         among = torch.zeros(len(owners), len(owners), dtype=torch.float64)
         units = torch.ones(outputs, dtype=torch.float64)
         process = TangentProcess(kernel, among, owners, independent_outputs(units))
         coordinates = Coordinates(shapes["spaces"], "features")
-        gradients = next(iter(jacobian.weights.values())).new_zeros(len(owners), jacobian.size)
+        gradients = next(iter(self.jacobian.weights.values())).new_zeros(len(owners), self.jacobian.size)
         return FittedVaLLA(process, coordinates, likelihood, gradients=gradients)
 
 
@@ -210,6 +200,9 @@ class FittedVaLLA(FittedFMGP):
         super().__init__(*parts, **options)
         self.register_buffer("tangents", gradients)  # (M, P)
         self.tangents: Tensor
+
+    def predictive(self, outputs: Outputs, w: Tensor | None = None, *, covariance: bool = False) -> Predictive:
+        return super().predictive(outputs, self.prepared() if w is None else w, covariance=covariance)
 
 
 class TangentProcess(Process):
