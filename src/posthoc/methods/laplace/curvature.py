@@ -8,7 +8,6 @@ covariance, and J (·)⁻¹ Jᵀ that of the outputs, never written out for more
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Literal
 
@@ -26,25 +25,7 @@ COPIES = 4
 """Matrices of one size that exist at once: the sum, its eigenvectors and what it takes to find them."""
 
 
-class Curvature(nn.Module, ABC):
-    """A positive semi-definite matrix over the weights, C outputs x D features."""
-
-    values: Tensor
-    """All eigenvalues."""
-    width: int
-    """Numbers that a prediction holds for each point."""
-
-    @abstractmethod
-    def latent(
-        self,
-        features: Tensor,  # (N, D)
-        precision: Tensor,  # (), δ
-        noise: Tensor,  # () or, in regression, (C,)
-    ) -> Latent:
-        """The Gaussian over the outputs that N(0, (curvature/noise + δ)⁻¹) over the weights gives."""
-
-
-class Separable(Curvature):
+class Separable(nn.Module):
     """Eigenvectors U ⊗ Q over outputs and features. Without Q features are independent, without U outputs are."""
 
     def __init__(
@@ -55,20 +36,27 @@ class Separable(Curvature):
     ) -> None:
         super().__init__()
         self.register_buffer("values", values)
+        self.values: Tensor
         self.register_buffer("in_vectors", in_vectors)
         self.in_vectors: Tensor | None
         self.register_buffer("out_vectors", out_vectors)
         self.out_vectors: Tensor | None
-        self.width = max(values.shape)
+        self.width = max(values.shape)  # numbers that a prediction holds for each point
 
-    def latent(self, features: Tensor, precision: Tensor, noise: Tensor) -> Latent:
+    def latent(
+        self,
+        features: Tensor,  # (N, D)
+        precision: Tensor,  # (), δ
+        noise: Tensor,  # () or, in regression, (C,)
+    ) -> Latent:
+        """The Gaussian over the outputs that N(0, (curvature/noise + δ)⁻¹) over the weights gives."""
         total = self.values / noise.reshape(-1, 1) + precision  # (C, D)
         along = features if self.in_vectors is None else features @ self.in_vectors
         variance = along.square() @ total.reciprocal().mT  # (N, C)
         return IndependentLatent(variance) if self.out_vectors is None else RotatedLatent(variance, self.out_vectors)
 
 
-class Dense(Curvature):
+class Dense(nn.Module):
     """The whole matrix, weights in the order (output, feature)."""
 
     def __init__(
@@ -78,12 +66,18 @@ class Dense(Curvature):
     ) -> None:
         super().__init__()
         self.register_buffer("values", values)
+        self.values: Tensor
         self.register_buffer("vectors", vectors)
         self.vectors: Tensor
         self.width = len(vectors) * len(values)
 
     def latent(self, features: Tensor, precision: Tensor, noise: Tensor) -> Latent:
+        """As that of `Separable`."""
         return FactorLatent(((features @ self.vectors) * (self.values / noise + precision).rsqrt()).transpose(0, 1))
+
+
+Curvature = Separable | Dense
+"""A positive semi-definite matrix over the weights, C outputs x D features, by its eigenvalues `values`."""
 
 
 class RotatedLatent(Latent):

@@ -14,6 +14,7 @@ from posthoc.likelihoods.registry import make_likelihood
 from posthoc.methods.laplace.curvature import Form, require_room
 from posthoc.methods.laplace.last_layer import find_last_layer, require_last_layer
 from posthoc.methods.laplace.posterior import Posterior, fit_posterior, refine
+from posthoc.numerics import rows_that_fit
 
 __all__ = ["Laplace", "linearized"]
 
@@ -97,7 +98,7 @@ class Laplace(Method):
         return posterior
 
     def _rows_at_once(self) -> int:
-        return min(super()._rows_at_once(), self.posterior.rows_at_once)
+        return min(super()._rows_at_once(), rows_that_fit(self.posterior.curvature.width))
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
         require_last_layer(self.backbone)

@@ -47,11 +47,6 @@ class Posterior(Fitted):
         curvature: Curvature = Dense(**zeros) if "vectors" in zeros else Separable(**zeros)
         return cls(curvature, likelihood, num_features=shapes["num_features"], bias=shapes["bias"])
 
-    @property
-    def rows_at_once(self) -> int:
-        """How many rows to predict at a time."""
-        return rows_that_fit(self.curvature.width)
-
     def predictive(self, outputs: Outputs, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows."""
         features, likelihood, latent = outputs.features, self.likelihood, self.curvature.latent
@@ -135,7 +130,7 @@ def refine(posterior: Posterior, val: Outputs) -> None:
     def loss() -> float:
         """Minus the mean log-probability, with its gradient where that is enabled."""
         search.zero_grad()
-        total, size = 0.0, min(CHUNK, posterior.rows_at_once)
+        total, size = 0.0, min(CHUNK, rows_that_fit(posterior.curvature.width))
         for first in range(0, len(val), size):
             part = val[first : first + size].to(posterior.device)
             pred = posterior.predictive(part.with_outputs(part.outputs.double()))
