@@ -18,11 +18,11 @@ def case(task: str, n: int = 20) -> tuple[nn.Sequential, Tensor, Tensor, Tensor]
     return model, x, y, inputs(9, dtype=torch.float64, seed=9)
 
 
-def without_bias() -> nn.Sequential:
+def without_bias(outputs: int = 3) -> nn.Sequential:
     """A network whose last layer has no bias."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3, bias=False)).double()
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs, bias=False)).double()
 
 
 def jacobian(module: nn.Module, x: Tensor) -> Tensor:  # (N, C, P)

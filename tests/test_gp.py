@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+from itertools import count
+from typing import Any
 
 import gpytorch
 import numpy as np
@@ -51,42 +53,25 @@ def kernels(method: GP, x: Tensor, t: Tensor, output: int = 0) -> tuple[Tensor, 
     return tuple(kernel_matrix("rbf", *pair, lengthscale, amplitude) for pair in ((a, a), (b, a), (b, b)))  # type: ignore[return-value]
 
 
+@pytest.mark.parametrize("noise", ["shared", "per_output"])
 @pytest.mark.parametrize("mean", ["zero", "network"])
-def test_exact_gp_is_the_closed_form(mean):
-    x, y = wavy()
-    t = torch.randn(15, 2, generator=torch.Generator().manual_seed(9), dtype=D)
-    network = nn.Linear(2, 1).double()
-    method = GP(network, "regression", mean=mean, steps=40).fit((x, y))
-    pred = method.predict(t)
-    with torch.no_grad():
-        prior_x, prior_t = (network(x), network(t)) if mean == "network" else (y.mean(), y.mean().expand(15, 1))
-    likelihood = method.likelihood
-    assert isinstance(likelihood, Gaussian)
-    unit = float(likelihood.scale)
-    expected_mean, expected_variance = dense(
-        *kernels(method, x, t), ((y - prior_x) / unit).squeeze(1), float(likelihood.noise.detach())
-    )
-    torch.testing.assert_close(pred.mean, prior_t + unit * expected_mean[:, None], rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(pred.latent_variance, unit**2 * expected_variance[:, None], rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(pred.noise, likelihood.noise.detach().to(D).expand(15, 1) * unit**2)
-
-
-def test_several_outputs_are_gps_of_their_own():
+def test_exact_gps_are_the_closed_form(mean, noise):
+    """Several outputs are processes of their own."""
     x, first = wavy()
-    second = 30.0 * torch.cos(x[:, 1:]) + 5.0
-    t = x[:7] + 0.1
-    method = GP(None, Gaussian("per_output"), mean="zero", steps=40)
-    method.fit(Outputs(torch.zeros(40, 2, dtype=D), torch.cat([first, second], 1), inputs=x))
-    pred = method.predict(Outputs(torch.zeros(7, 2, dtype=D), inputs=t), covariance=True)
-    likelihood = method.likelihood
+    y, t = torch.cat([first, 30.0 * torch.cos(x[:, 1:]) + 5.0], 1), x[:15] + 0.1
+    network = nn.Linear(2, 2).double()
+    method = GP(network, Gaussian(noise), mean=mean, steps=40).fit((x, y))
+    pred, likelihood = method.predict(t, covariance=True), method.likelihood
     assert isinstance(likelihood, Gaussian)
-    for c, y in enumerate((first, second)):
-        unit = float(likelihood.scale[c])
-        expected_mean, expected_variance = dense(
-            *kernels(method, x, t, c), ((y - y.mean()) / unit).squeeze(1), float(likelihood.noise[c].detach())
-        )
-        torch.testing.assert_close(pred.mean[:, c], y.mean() + unit * expected_mean, rtol=1e-5, atol=1e-7)
+    with torch.no_grad():
+        prior_x, prior_t = (network(x), network(t)) if mean == "network" else (y.mean(0), y.mean(0).expand(15, 2))
+    for c in range(2):
+        unit, sigma2 = float(likelihood.scale[c]), float(likelihood.noise.detach().expand(2)[c])
+        residual = ((y - prior_x) / unit)[:, c]
+        expected_mean, expected_variance = dense(*kernels(method, x, t, c), residual, sigma2)
+        torch.testing.assert_close(pred.mean[:, c], prior_t[:, c] + unit * expected_mean, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(pred.latent_variance[:, c], unit**2 * expected_variance, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(pred.noise[:, c], torch.full((15,), sigma2 * unit**2, dtype=D))
     assert (pred.covariance[:, 0, 1] == 0).all()
 
 
@@ -177,12 +162,7 @@ def test_many_points_are_fitted_with_inducing_points():
     options = {"num_inducing": 20, "batch_size": 100, "steps": 200, "lr": 0.1}
     method = GP(network, "regression", mean="zero", exact_up_to=299, **options)
     method.fit((x, y))
-    head = method._fitted
-    assert head is not None
-    assert isinstance(head.process, Sparse)
     exact = GP(network, "regression", mean="zero", steps=40).fit((x, y))
-    assert exact._fitted is not None
-    assert isinstance(exact._fitted.process, Exact)
     t, truth = wavy(200, noise=0.0, seed=5)
     a, b = method.predict(t), exact.predict(t)
     assert (a.mean - b.mean).abs().mean() < 0.05
@@ -190,13 +170,16 @@ def test_many_points_are_fitted_with_inducing_points():
     assert abs(float(a.noise[0].sqrt()) - 0.2) < 0.05
 
 
-def test_the_limit_counts_every_output():
+def test_the_limit_counts_every_output_and_the_global_generator_stays():
     x, y = wavy(20)
     data = Outputs(torch.zeros(20, 4, dtype=D), y.expand(20, 4), inputs=x)
+    before = torch.random.get_rng_state()
     for limit, kind in ((40, Exact), (39, Sparse)):
         method = GP(None, "regression", exact_up_to=limit, num_inducing=5, steps=2).fit(data)
+        method.predict(data)
         assert method._fitted is not None
         assert isinstance(method._fitted.process, kind)
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_num_data_scales_the_elbo():
@@ -224,34 +207,25 @@ def test_features_files_and_validation(exact_up_to, tmp_path):
     assert ("process.x" in read_head(tmp_path / "head.safetensors")[0]) == bool(exact_up_to)
 
 
-def test_a_killed_fit_goes_on(tmp_path):
+def test_a_killed_fit_goes_on(tmp_path, monkeypatch):
     x, y = wavy()
     data = Outputs(torch.zeros(40, 1, dtype=D), y, inputs=x)
     options = {"steps": 20, "exact_up_to": 0, "num_inducing": 6, "batch_size": 8}
     whole = GP(None, "regression", **options).fit(data).predict(data)
 
-    def die(step: int) -> None:
-        raise KeyboardInterrupt
+    first, loss, calls = GP(None, "regression", **options), Sparse.loss, count()
 
-    first = GP(None, "regression", **options)
-    with pytest.MonkeyPatch.context() as patch:
-        plain = Sparse.loss
-        calls = iter(range(1000))
-        patch.setattr(Sparse, "loss", lambda *a: die(0) if next(calls) == 15 else plain(*a))
-        with pytest.raises(KeyboardInterrupt):
-            first.fit(data, checkpoint=tmp_path / "c", checkpoint_every=5)
+    def interrupted(*args: Any) -> Tensor:
+        if next(calls) == 15:
+            raise KeyboardInterrupt
+        return loss(*args)
+
+    monkeypatch.setattr(Sparse, "loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.fit(data, checkpoint=tmp_path / "c", checkpoint_every=5)
     assert not first.fitted
     resumed = GP(None, "regression", **options).fit(data, checkpoint=tmp_path / "c", checkpoint_every=5, resume=True)
     assert torch.equal(resumed.predict(data).variance, whole.variance)
-
-
-def test_the_global_generator_stays_where_it_was():
-    x, y = wavy()
-    data = Outputs(torch.zeros(40, 1, dtype=D), y, inputs=x)
-    before = torch.random.get_rng_state()
-    for limit in (0, 100):
-        GP(None, "regression", exact_up_to=limit, num_inducing=5, steps=3).fit(data).predict(data)
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_bad_input(monkeypatch):
