@@ -92,14 +92,23 @@ class Fitted(nn.Module):
 
     Args:
         likelihood: The fitted likelihood.
-        **buffers: Tensors to keep as buffers, by name.
+        metadata: What `shapes` returns.
+        **parts: Other modules, and tensors to keep as buffers, by name.
     """
 
-    def __init__(self, likelihood: Likelihood, **buffers: Tensor | None) -> None:
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        metadata: Mapping[str, Any] | None = None,
+        **parts: Tensor | nn.Module | None,
+    ) -> None:
         super().__init__()
-        self.likelihood = likelihood
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer)
+        self.likelihood, self.metadata = likelihood, dict(metadata or {})
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)
+            else:
+                self.register_buffer(name, part)
 
     @property
     def device(self) -> torch.device:
@@ -108,7 +117,7 @@ class Fitted(nn.Module):
 
     def shapes(self) -> dict[str, Any]:
         """JSON from which `Method._blank` builds an object with tensors of the same shapes."""
-        return {}
+        return self.metadata
 
 
 class Method(ABC):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from posthoc.base import Fitted, Job, ScoreConfig, SeedConfig, option
 from posthoc.collect.outputs import Outputs
-from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import blocks, limit_reached
 from posthoc.methods.temperature import Temperature
@@ -73,10 +72,10 @@ class Vector(Temperature):
     def chosen_ridge(self) -> float:
         """The ridge of the fit."""
         self._require_fitted("chosen_ridge")
-        assert isinstance(self._fitted, FittedVector)
-        return self._fitted.ridge
+        assert self._fitted is not None
+        return float(self._fitted.metadata["ridge"])
 
-    def _fit(self, job: Job) -> FittedVector:
+    def _fit(self, job: Job) -> Fitted:
         likelihood = super()._fit(job).likelihood
         assert isinstance(likelihood, Categorical)
         base = Base.of(job.train, 1.0 / likelihood.temperature.item())
@@ -87,7 +86,7 @@ class Vector(Temperature):
             ridge = best_ridge(base, job, self.config.seed)
         u, v = base.fit(job.train, ridge, TOLERANCE).unbind(1)
         nn.init.zeros_(likelihood.log_temperature)  # the scale contains it now
-        return FittedVector(likelihood, ridge, scale=base.inverse * (1.0 + u), bias=base.size * v)
+        return Fitted(likelihood, {"ridge": ridge}, scale=base.inverse * (1.0 + u), bias=base.size * v)
 
     def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Outputs], Predictive]:
         predict_scaled = super()._predictor(fitted, covariance=covariance)
@@ -99,20 +98,9 @@ class Vector(Temperature):
 
         return predict
 
-    def _blank(self, shapes: Mapping[str, Any]) -> FittedVector:
+    def _blank(self, shapes: Mapping[str, Any]) -> Fitted:
         zeros = torch.zeros(self._width or (), dtype=torch.float64)
-        return FittedVector(self._blank_likelihood(), shapes["ridge"], scale=zeros, bias=zeros.clone())
-
-
-class FittedVector(Fitted):
-    """The scale a (C,) and the bias b (C,), and the ridge of the fit."""
-
-    def __init__(self, likelihood: Likelihood, ridge: float, **buffers: Tensor) -> None:
-        super().__init__(likelihood, **buffers)
-        self.ridge = ridge
-
-    def shapes(self) -> dict[str, Any]:
-        return {"ridge": self.ridge}
+        return Fitted(self._blank_likelihood(), shapes, scale=zeros, bias=zeros.clone())
 
 
 class Base(NamedTuple):

@@ -74,7 +74,6 @@ class HMC(DrawingMethod):
     name = "hmc"
     Config = HMCConfig
     config: HMCConfig
-    _fitted: FittedHMC | None
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         super().__init__(model, likelihood, **options)
@@ -85,9 +84,10 @@ class HMC(DrawingMethod):
         """Whether the chains agree: `r_hat`, `ess`, the same of the weights, `divergences` and `step_sizes`."""
         self._require_fitted("diagnostics")
         assert self._fitted is not None
-        return self._fitted.diagnostics
+        diagnostics: dict[str, Any] = self._fitted.metadata["diagnostics"]
+        return diagnostics
 
-    def _fit(self, job: Job) -> FittedHMC:
+    def _fit(self, job: Job) -> Fitted:
         options, device = self.config, self.module_device
         free = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not free:
@@ -124,7 +124,8 @@ class HMC(DrawingMethod):
             noise = noise.flatten(0, 1) * likelihood.scale.square()
             # The variance of a mixture of Gaussians contains the mean of their variances.
             likelihood.set_noise(noise.mean(0))
-        return FittedHMC(likelihood, weights.flatten(0, 1).to(self.backbone.dtype), noise, list(free), diagnostics)
+        metadata = {"names": list(free), "diagnostics": diagnostics}
+        return Fitted(likelihood, metadata, weights=weights.flatten(0, 1).to(self.backbone.dtype), noise=noise)
 
     def _gradient_work(self, weights: int, points: int) -> float:
         """The multiplications of one gradient, forward and back. Refuses runs that would take days."""
@@ -166,39 +167,19 @@ class HMC(DrawingMethod):
         precision = self.config.prior_precision
         return WeightPosterior(answer, batches, likelihood.to(device), precision, multiplicity), trained
 
-    def _draws(self, fitted: FittedHMC, batch: Batch) -> Tensor:  # (S, N, ...)
-        parameters = {name: p for name, p in self.module.named_parameters() if name in fitted.names}
+    def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
+        parameters = {name: p for name, p in self.module.named_parameters() if name in fitted.metadata["names"]}
         weights = fitted.weights.to(self.module_device)
         return torch.stack([self._answer(self.module, batch, split(draw, parameters)) for draw in weights])
 
-    def _blank(self, shapes: Mapping[str, Any]) -> FittedHMC:
-        names, draws = shapes["names"], self.config.chains * self.config.samples
-        size = sum(self.module.get_parameter(name).numel() for name in names)
+    def _blank(self, shapes: Mapping[str, Any]) -> Fitted:
+        draws = self.config.chains * self.config.samples
+        size = sum(self.module.get_parameter(name).numel() for name in shapes["names"])
         likelihood, noise = self._blank_likelihood(), None
         if isinstance(likelihood, Gaussian):
             noise = torch.zeros(draws, math.prod(self._width or ()), dtype=torch.float64)
         weights = torch.zeros(draws, size, dtype=self.backbone.dtype)
-        return FittedHMC(likelihood, weights, noise, names, shapes["diagnostics"])
-
-
-class FittedHMC(Fitted):
-    """All draws of the weights and of the noise, and the diagnostics of the chains."""
-
-    def __init__(
-        self,
-        likelihood: Likelihood,
-        weights: Tensor,  # (draws, P), in the order of `names`
-        noise: Tensor | None,  # (draws, C), in the user's units
-        names: list[str],
-        diagnostics: dict[str, Any],
-    ) -> None:
-        super().__init__(likelihood, weights=weights, noise=noise)
-        self.weights: Tensor
-        self.noise: Tensor | None
-        self.names, self.diagnostics = names, diagnostics
-
-    def shapes(self) -> dict[str, Any]:
-        return {"names": self.names, "diagnostics": self.diagnostics}
+        return Fitted(likelihood, shapes, weights=weights, noise=noise)
 
 
 def split(weights: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -73,7 +73,6 @@ class MFVI(FinetunedMethod):
     Config = MFVIConfig
     config: MFVIConfig
     trains = True
-    _fitted: FittedMFVI | None
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         super().__init__(model, likelihood, **options)
@@ -87,17 +86,19 @@ class MFVI(FinetunedMethod):
     def log_std(self) -> dict[str, Tensor]:
         """log σ of every weight with noise, by parameter name."""
         self._require_fitted("log_std")
-        assert self._fitted is not None
-        return self._fitted.log_std.as_dict()
+        return self._named("log_std")
 
     @property
     def mean(self) -> dict[str, Tensor]:
         """μ of every weight with noise, by parameter name."""
         own = {name: p.detach() for name, p in self.module.named_parameters() if name in self.log_std}
-        assert self._fitted is not None
-        return self._fitted.moved.as_dict() or own
+        return self._named("moved") or own
 
-    def _finetune(self, job: Job) -> FittedMFVI:
+    def _named(self, part: str) -> dict[str, Tensor]:
+        assert self._fitted is not None
+        return {name.replace("/", "."): value for name, value in self._fitted.get_submodule(part).named_buffers()}
+
+    def _finetune(self, job: Job) -> Fitted:
         network = copy.deepcopy(self.module).eval()
         likelihood = self._start(job).to(self.module_device)
         weights = self._used_weights(network, next(self._batches(job.data)))
@@ -123,8 +124,11 @@ class MFVI(FinetunedMethod):
             predict=predict,
             generator=generator,
         )
-        moved = q.mean() if q.moves else {}
-        return FittedMFVI(likelihood.requires_grad_(False), q.log_std, moved)
+        return self._fitted_of(likelihood.requires_grad_(False), q.log_std, q.mean() if q.moves else {})
+
+    def _fitted_of(self, likelihood: Likelihood, log_std: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> Fitted:
+        metadata = {"weights": list(log_std), "moved": list(moved)}
+        return Fitted(likelihood, metadata, log_std=NamedTensors(log_std), moved=NamedTensors(moved))
 
     def _generator(self) -> torch.Generator:
         return torch.Generator(self.module_device or "cpu").manual_seed(self.config.seed)
@@ -143,7 +147,7 @@ class MFVI(FinetunedMethod):
             )
         return {name: p.detach() for name, p in weights.items() if name in used}
 
-    def _draws(self, fitted: FittedMFVI, batch: Batch) -> Tensor:  # (S, N, ...)
+    def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
         fitted.to(self.module_device)
         std = {name: value.exp() for name, value in self.log_std.items()}
         return self._outputs_of(self.module, batch, self.mean, std, self.config.samples)
@@ -156,21 +160,11 @@ class MFVI(FinetunedMethod):
         weights = (draw_weights(mean, std, generator) for _ in range(samples))  # one at a time: each is a network
         return torch.stack([self._answer(network, batch, drawn) for drawn in weights])
 
-    def _blank(self, shapes: Mapping[str, Any]) -> FittedMFVI:
+    def _blank(self, shapes: Mapping[str, Any]) -> Fitted:
         parameters = dict(self.module.named_parameters())
         log_std = {name: full(parameters[name], 0.0) for name in shapes["weights"]}
-        return FittedMFVI(self._blank_likelihood(), log_std, {name: parameters[name] for name in shapes["moved"]})
-
-
-class FittedMFVI(Fitted):
-    """log σ of the weights by parameter name, and their means where those moved."""
-
-    def __init__(self, likelihood: Likelihood, log_std: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> None:
-        super().__init__(likelihood)
-        self.log_std, self.moved = NamedTensors(log_std), NamedTensors(moved)
-
-    def shapes(self) -> dict[str, Any]:
-        return {"weights": list(self.log_std.as_dict()), "moved": list(self.moved.as_dict())}
+        moved = {name: parameters[name] for name in shapes["moved"]}
+        return self._fitted_of(self._blank_likelihood(), log_std, moved)
 
 
 class NamedTensors(nn.Module):
@@ -180,10 +174,6 @@ class NamedTensors(nn.Module):
         super().__init__()
         for name, tensor in tensors.items():
             self.register_buffer(name.replace(".", "/"), tensor.detach().clone())
-
-    def as_dict(self) -> dict[str, Tensor]:
-        """The tensors by name."""
-        return {name.replace("/", "."): tensor for name, tensor in self.named_buffers()}
 
 
 class MeanField:

@@ -208,11 +208,11 @@ class FinetunedMethod(DrawingMethod):
         parameters: Iterable[Tensor],
         answer: Callable[[Batch], Tensor],
         penalty: Callable[[], Tensor],
-        predict: Callable[[Batch], Predictive],
+        predict: Callable[[Batch], Predictive] | None = None,
         generator: torch.Generator | None = None,
     ) -> History:
-        """Trains the parameters of `answer`, and stops early by the score of `predict` on the validation data.
-        `generator` is what `answer` draws from."""
+        """Trains the parameters of `answer`, and stops early by the score on the validation data of `predict`, by
+        default of the outputs of `answer` alone. `generator` is what `answer` draws from."""
         if not Ranks().alone:
             raise OptionError(f"{self.name} trains in one process: fit it outside torch.distributed.")
         options = self.config.training
@@ -223,11 +223,15 @@ class FinetunedMethod(DrawingMethod):
             energy = likelihood.energy(mean, ZeroLatent(outputs), target, alpha=1.0)
             return penalty() / job.num_data - energy.mean()
 
+        def predict_alone(batch: Batch) -> Predictive:
+            outputs = answer(batch)
+            return likelihood.predictive(outputs, ZeroLatent(outputs))
+
         def score() -> float:
             total, rows = 0.0, 0
             with seeded(options.seed, self.module_device):  # a second loader must not change the order of the first
                 for batch in self._batches(job.val_data):
-                    log_p = predict(batch).log_prob(batch.target)
+                    log_p = (predict or predict_alone)(batch).log_prob(batch.target)
                     total, rows = total - float(log_p.sum()), rows + len(log_p)
             return total / rows
 

@@ -23,7 +23,7 @@ from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.network import FinetunedMethod
 from posthoc.numerics import cholesky
 from posthoc.predictive.base import Predictive
-from posthoc.predictive.latent import IndependentLatent, ZeroLatent
+from posthoc.predictive.latent import IndependentLatent
 
 __all__ = ["SNGP", "RandomFeatures", "SpectralBound"]
 
@@ -85,7 +85,6 @@ class SNGP(FinetunedMethod):
     name = "sngp"
     Config = SNGPConfig
     config: SNGPConfig
-    _fitted: FittedSNGP | None
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         super().__init__(model, likelihood, **options)
@@ -102,9 +101,9 @@ class SNGP(FinetunedMethod):
         """The fine-tuned copy."""
         self._require_fitted("network")
         assert self._fitted is not None
-        return self._fitted.network
+        return self._fitted.get_submodule("network")
 
-    def _finetune(self, job: Job) -> FittedSNGP:
+    def _finetune(self, job: Job) -> Fitted:
         likelihood = self._start(job).to(self.module_device).requires_grad_(False)
         generator = torch.Generator().manual_seed(self.config.seed)
         network = copy.deepcopy(self.module).eval()
@@ -124,13 +123,12 @@ class SNGP(FinetunedMethod):
             [p for p in network.parameters() if p.requires_grad],
             answer=lambda batch: self._answer(network, batch),
             penalty=lambda: 0.5 * (prior[:, None] * linear.weight.double().square()).sum(),
-            predict=lambda batch: without_variance(likelihood, self._answer(network, batch)),
         )
         settle_bounds(network)
         with torch.no_grad():
             basis, variances = self._laplace(network, linear, likelihood, prior, job)
         self.history = history
-        return FittedSNGP(likelihood, network.requires_grad_(False), basis, variances)
+        return Fitted(likelihood, network=network.requires_grad_(False), basis=basis, variances=variances)
 
     def _run(
         self, network: nn.Module, layer: nn.Module, batch: Batch
@@ -151,10 +149,7 @@ class SNGP(FinetunedMethod):
         """Refuses a network whose output is not that of its last linear layer."""
         with exclusive(self.module):
             calls, outputs = self._run(self.module, self.module.get_submodule(self._last), batch)
-        own = calls[0][1] if len(calls) == 1 else outputs[:0]
-        if own.numel() == len(own) and self._likelihood.task == "classification":
-            own = as_logits(own.reshape(-1, 1), "logits")
-        if own.numel() != outputs.numel() or not torch.equal(own.reshape(outputs.shape), outputs):
+        if len(calls) != 1 or not torch.equal(in_shape(calls[0][1].flatten(1), outputs), outputs.flatten(1)):
             raise OptionError(
                 f"sngp replaces the last layer, which must be Linear and give the network's output; here the last "
                 f"Linear is {self._last!r}, and it does not. Wrap the network so that it returns the output of that "
@@ -221,13 +216,13 @@ class SNGP(FinetunedMethod):
         values, basis = torch.linalg.eigh(gram * (job.num_data / rows))
         return basis, 1.0 / (prior + values.clamp_min(0.0)[:, None] * precision)
 
-    def _features(self, fitted: FittedSNGP, batch: Batch) -> tuple[Tensor, Tensor]:  # (N, D), (N, ...)
-        """The random features of a batch, and the outputs of the copy."""
+    def _features(self, fitted: Any, batch: Batch) -> tuple[Tensor, Tensor]:  # (N, D), (N, ...)
+        """The random features of a batch in the basis of the covariance, and the outputs of the copy."""
         fitted.to(self.module_device)
         calls, outputs = self._run(fitted.network, fitted.network.get_submodule(f"{self._last}.1"), batch)
-        return calls[0][0], outputs
+        return calls[0][0].double() @ fitted.basis, outputs
 
-    def _predictor(self, fitted: FittedSNGP, *, covariance: bool) -> Callable[[Batch], Predictive]:
+    def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Batch], Predictive]:
         if self.config.prediction == "monte_carlo":
             return super()._predictor(fitted, covariance=covariance)
         likelihood = copy.deepcopy(fitted.likelihood).to(self.module_device)
@@ -237,49 +232,26 @@ class SNGP(FinetunedMethod):
 
         def predict(batch: Batch) -> Predictive:
             phi, outputs = self._features(fitted, batch)
-            variance = in_shape(fitted.variance(phi), outputs)
+            variance = in_shape(phi.square() @ fitted.variances, outputs)
             return likelihood.predictive(outputs, IndependentLatent(variance / unit), covariance=covariance)
 
         return predict
 
-    def _draws(self, fitted: FittedSNGP, batch: Batch) -> Tensor:  # (S, N, ...)
+    def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
         phi, outputs = self._features(fitted, batch)
         generator = torch.Generator(phi.device).manual_seed(self.config.seed)
-        deviations = (fitted.deviation(phi, generator) for _ in range(self.config.samples))
-        return torch.stack(
-            [outputs + in_shape(each, outputs).reshape(outputs.shape).to(outputs) for each in deviations]
-        )
+        std, draws = fitted.variances.sqrt(), []
+        for _ in range(self.config.samples):  # the same weights for every batch
+            noise = torch.randn(std.shape, dtype=std.dtype, device=std.device, generator=generator)
+            deviation = in_shape(phi @ (std * noise), outputs).reshape(outputs.shape)
+            draws.append(outputs + deviation.to(outputs.dtype))
+        return torch.stack(draws)
 
-    def _blank(self, shapes: Mapping[str, Any]) -> FittedSNGP:
+    def _blank(self, shapes: Mapping[str, Any]) -> Fitted:
         network = copy.deepcopy(self.module).eval().requires_grad_(False)
         _, linear = self._replace_last(network)
         basis, variances = (torch.zeros(linear.in_features, n).double() for n in linear.weight.T.shape)
-        return FittedSNGP(self._blank_likelihood(), network, basis, variances)
-
-
-class FittedSNGP(Fitted):
-    """The fine-tuned copy of the network, and the covariance U diag(v_c) Uᵀ of its last layer's weights."""
-
-    def __init__(
-        self,
-        likelihood: Likelihood,
-        network: nn.Module,
-        basis: Tensor,  # (D, D): U
-        variances: Tensor,  # (D, C): v
-    ) -> None:
-        super().__init__(likelihood, basis=basis, variances=variances)
-        self.network = network
-        self.basis: Tensor
-        self.variances: Tensor
-
-    def variance(self, features: Tensor) -> Tensor:  # (N, C)
-        """Var(φᵀβ_c)."""
-        return (features.double() @ self.basis).square() @ self.variances
-
-    def deviation(self, features: Tensor, generator: torch.Generator) -> Tensor:  # (N, C)
-        """φᵀ(β_c - its mean) for a draw of β, the same for every row and every call with equal generators."""
-        noise = torch.randn(self.variances.shape, dtype=torch.float64, device=features.device, generator=generator)
-        return features.double() @ self.basis @ (self.variances.sqrt() * noise)
+        return Fitted(self._blank_likelihood(), network=network, basis=basis, variances=variances)
 
 
 class RandomFeatures(nn.Module):
@@ -358,11 +330,6 @@ def typical_distance(parts: Iterable[Tensor]) -> float:
     return (2.0 * squares / rows) ** 0.5 or 1.0
 
 
-def without_variance(likelihood: Likelihood, outputs: Tensor) -> Predictive:
-    """The copy's own prediction, which has no variance yet."""
-    return likelihood.predictive(outputs, ZeroLatent(outputs))
-
-
 def in_shape(values: Tensor, outputs: Tensor) -> Tensor:
     """Values of the last layer's outputs as values of the network's: a single logit is the second of two, after 0."""
-    return as_logits(values, "logits") if outputs[0].numel() > values.shape[1] else values
+    return as_logits(values, "logits") if outputs.shape[1:].numel() > values.shape[1] else values
