@@ -14,9 +14,7 @@ from posthoc.collect.loaders import Batch
 from posthoc.errors import DataError, FileError, MissingExtraError, OptionError, PosthocWarning
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.weights.hmc import HMC
-from posthoc.methods.weights.hmc_sampler import MAX_NOISE, WeightPosterior, agreement
-from posthoc.methods.weights.network import LabelledBatch
+from posthoc.methods.weights.hmc import HMC, MAX_NOISE, WeightPosterior, agreement
 from tests.cases import Noisy, inputs, labels, mlp, values
 
 D = torch.float64
@@ -61,8 +59,8 @@ def test_the_energy_is_minus_the_log_density():
     likelihood = Gaussian("per_output")
     likelihood.initialize(torch.zeros_like(y), y)
     posterior = WeightPosterior(
-        answer=lambda w, labelled: labelled.batch.args[0] @ w[:, None],
-        batches=[LabelledBatch(Batch((x,), {}, None), y)],
+        answer=lambda w, batch: batch.args[0] @ w[:, None],
+        data=[(Batch((x,), {}, None), y)],
         likelihood=likelihood,
         prior_precision=1 / 0.3**2,
     )
@@ -182,7 +180,7 @@ def test_frozen_weights_stay(tmp_path):
     for parameter in model[0].parameters():
         parameter.requires_grad_(False)
     method = HMC(model, Gaussian("per_output"), **QUICK).fit((x, y))
-    assert method._fitted.names == ["2.weight", "2.bias"]
+    assert method._fitted.metadata["names"] == ["2.weight", "2.bias"]
     assert method._fitted.weights is not None
     assert method._fitted.noise is not None
     assert method._fitted.weights.shape == (10, 14)
@@ -234,9 +232,8 @@ def test_bad_input(monkeypatch, tmp_path):
     with pytest.raises(OptionError, match="checkpoint"):
         HMC(linear(), "regression").fit((x, y), checkpoint=tmp_path / "c")
     big = nn.Linear(2, 300_000, bias=False)
-    with pytest.raises(OptionError, match=r"hours.*600,000 weights, 25 points.*fmgp, laplace or mfvi") as caught:
+    with pytest.raises(OptionError, match=r"hours.*600,000 weights, 25 points.*fmgp, laplace or mfvi"):
         HMC(big, "classification", samples=1000, chains=4).fit((x.float(), torch.arange(25) % 2))
-    assert "GB" in str(caught.value)
     with pytest.raises(DataError, match="targets"):
         HMC(linear(), "regression", **QUICK).fit(x)
     method = HMC(linear(), "regression", **QUICK).fit((x, y))

@@ -45,21 +45,7 @@ __all__ = [
     "method_named",
 ]
 
-METHODS: tuple[type[Method], ...] = (
-    FMGP,
-    MAP,
-    Temperature,
-    Vector,
-    Laplace,
-    ELLA,
-    VaLLA,
-    Ensemble,
-    Dropout,
-    MFVI,
-    SNGP,
-    GP,
-    HMC,
-)
+METHODS = (FMGP, MAP, Temperature, Vector, Laplace, ELLA, VaLLA, Ensemble, Dropout, MFVI, SNGP, GP, HMC)
 REGISTRY = Registry("posthoc.methods", {method.name: method for method in METHODS})
 """Every method by name. Another package adds its own by an entry point of the group "posthoc.methods"."""
 
@@ -72,8 +58,8 @@ def method_named(name: str) -> type[Method]:
     """
     if name not in REGISTRY:
         raise OptionError(f"Expected a method among {', '.join(sorted(REGISTRY))}, got {name!r}.")
-    found: type[Method] = REGISTRY[name]
-    return found
+    method: type[Method] = REGISTRY[name]
+    return method
 
 
 def load(path: str | os.PathLike[str], *, model: Any = None, device: str | torch.device | None = None) -> Method:

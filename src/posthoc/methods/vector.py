@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import Fitted, Job, ScoreConfig, SeedConfig, option
+from posthoc.base import Fitted, Job, ScoreConfig, SeedConfig, option, targets_of
 from posthoc.collect.outputs import Outputs
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import blocks, limit_reached
@@ -112,27 +112,28 @@ class Base(NamedTuple):
 
     @classmethod
     def of(cls, rows: Outputs, inverse: float) -> Base:
-        square = sum(float((inverse * f).square().sum()) for f, _ in centered_blocks(rows))
+        square = sum(float(z.square().sum()) for z, _ in cls(inverse, 1.0).blocks(rows))
         return cls(inverse, math.sqrt(square / rows.outputs.numel()))
+
+    def blocks(self, rows: Outputs) -> Iterator[tuple[Tensor, Tensor]]:
+        """z and the labels of consecutive rows, as many at a time as fit into memory."""
+        return ((self.inverse * centered(f), y) for f, y in blocks(rows.outputs, targets_of(rows)))
 
     def loss(self, rows: Outputs, departure: Tensor) -> tuple[float, Tensor]:  # (), (C, 2)
         """The negative log-likelihood of all rows, and its gradient."""
-        total, gradient = 0.0, torch.zeros_like(departure)
-        u, v = departure.unbind(1)
-        for f, y in centered_blocks(rows):
-            z = self.inverse * f
-            log_p = (z * (1.0 + u) + self.size * v).log_softmax(-1)
-            total -= float(log_p.gather(-1, y[:, None]).sum())
-            excess = log_p.exp_()
-            excess[torch.arange(len(y), device=y.device), y] -= 1.0
-            gradient += torch.stack([torch.einsum("nc,nc->c", excess, z), self.size * excess.sum(0)], 1)
-        return total, gradient
+        total, departure = 0.0, departure.detach().requires_grad_()
+        for z, y in self.blocks(rows):
+            logits = z * (1.0 + departure[:, 0]) + self.size * departure[:, 1]
+            loss = nn.functional.cross_entropy(logits, y, reduction="sum")
+            loss.backward()
+            total += loss.item()
+        assert departure.grad is not None
+        return total, departure.grad
 
     def curvature(self, rows: Outputs) -> Tensor:  # (C, 2, 2)
         """The second derivatives of the loss within each class, at no departure."""
         curvature = torch.zeros(rows.outputs.shape[1], 2, 2, dtype=torch.float64, device=rows.outputs.device)
-        for f, _ in centered_blocks(rows):
-            z = self.inverse * f
+        for z, _ in self.blocks(rows):
             p = z.softmax(-1)
             slopes = torch.stack([z, torch.full_like(z, self.size)], -1)  # (N, C, 2)
             curvature += torch.einsum("nc,nci,ncj->cij", p * (1.0 - p), slopes, slopes)
@@ -151,18 +152,15 @@ class Base(NamedTuple):
             [whitened], 1.0, MAX_STEPS, tolerance_grad=tolerance, tolerance_change=1e-14, line_search_fn="strong_wolfe"
         )
 
-        def departure() -> Tensor:  # (C, 2)
-            return torch.linalg.solve_triangular(factor.mT, whitened.detach(), upper=True).squeeze(-1)
-
-        def step() -> float:
-            here = departure()
-            loss, gradient = self.loss(rows, here)
-            gradient = (gradient + ridge * here)[..., None]
+        def penalized_loss() -> float:
+            departure = torch.linalg.solve_triangular(factor.mT, whitened.detach(), upper=True).squeeze(-1)
+            loss, gradient = self.loss(rows, departure)
+            gradient = (gradient + ridge * departure)[..., None]
             whitened.grad = torch.linalg.solve_triangular(factor, gradient, upper=False)
-            return loss + 0.5 * ridge * float(here.square().sum())
+            return loss + 0.5 * ridge * float(departure.square().sum())
 
-        optimizer.step(step)
-        return departure()
+        optimizer.step(penalized_loss)
+        return torch.linalg.solve_triangular(factor.mT, whitened.detach(), upper=True).squeeze(-1)
 
 
 def best_ridge(base: Base, job: Job, seed: int) -> float:
@@ -191,8 +189,3 @@ def folds(rows: Outputs, seed: int) -> Iterator[tuple[Outputs, Outputs]]:
 def centered(outputs: Tensor) -> Tensor:
     """Logits without their mean over the classes: a constant added to all of them has no meaning, and no effect."""
     return outputs - outputs.mean(-1, keepdim=True)
-
-
-def centered_blocks(rows: Outputs) -> Iterator[tuple[Tensor, Tensor]]:
-    assert rows.targets is not None
-    return ((centered(f), y) for f, y in blocks(rows.outputs, rows.targets))

@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from posthoc.base import Fitted, Job, SeedConfig, option
 from posthoc.collect.loaders import Batch, change_tensors
-from posthoc.errors import OptionError, PosthocWarning
-from posthoc.likelihoods.base import Likelihood
+from posthoc.errors import OptionError, PosthocWarning, TrainingError
+from posthoc.likelihoods.base import Likelihood, columns
+from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.weights.hmc_sampler import WeightPosterior, sample
-from posthoc.methods.weights.network import DrawingMethod, LabelledBatch, seeded
+from posthoc.methods.weights.network import DrawingMethod, seeded
 from posthoc.optional import require
+from posthoc.progress import progress_bar
 from posthoc.training import single_thread
 
 __all__ = ["HMC"]
 
 MAX_WORK = 1e15
 """The largest number of multiplications of a run that is started."""
-WORK_PER_SECOND = 1e10
-"""Multiplications in a second, for the message about runs that are not."""
 MAX_BYTES = 2**33
 """The largest memory for the draws."""
+WORK_PER_SECOND = 1e10
+"""Multiplications in a second, for the message about runs that are not."""
 SINGLE_THREAD_WORK = 2e7
 """Multiplications of a gradient below which one thread is faster than several."""
 ROWS = 2**14
 """Rows of arrays that the network is run on at a time."""
+MAX_NOISE = 10.0
+"""The upper limit of the uniform prior of the noise variance, in units of the variance of the targets, or of the
+network's mean squared error if that is larger."""
+COMPARED = 256
+"""The number of outputs by which chains are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +109,7 @@ class HMC(DrawingMethod):
             posterior, trained = self._posterior(job, likelihood, list(free))
         with seeded(options.seed, device), single_thread(work < SINGLE_THREAD_WORK):
             others = [options.prior_precision**-0.5 * torch.randn_like(trained) for _ in range(options.chains - 1)]
-            weights, noise, diagnostics = sample(
-                posterior,
-                [trained, *others],
-                samples=options.samples,
-                warmup=options.warmup,
-                max_tree_depth=options.max_tree_depth,
-                progress=options.progress,
-            )
+            weights, noise, diagnostics = self._sample(posterior, [trained, *others])
         if options.max_r_hat is not None and diagnostics["r_hat"] > options.max_r_hat:
             diverged = sum(diagnostics["divergences"])
             warnings.warn(
@@ -127,19 +128,65 @@ class HMC(DrawingMethod):
         metadata = {"names": list(free), "diagnostics": diagnostics}
         return Fitted(likelihood, metadata, weights=weights.flatten(0, 1).to(self.backbone.dtype), noise=noise)
 
+    def _sample(
+        self,
+        posterior: WeightPosterior,
+        starts: list[Tensor],  # one a chain, (P,)
+    ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+        """Runs chains one after another, from the global generator of random numbers.
+
+        Returns:
+            The weights (chains, samples, P), the noise (chains, samples, 1 or C) in the likelihood's units, or None,
+            and diagnostics. R-hat (1 where chains agree) and the effective sample size are the worst of the outputs at
+            data points and the noise. Those of the weights are reported too, but hidden units can change places
+            without changing the function, so chains that agree may well have other weights.
+        """
+        mcmc = require("pyro.infer.mcmc", "hmc", "Hamiltonian Monte Carlo")
+        options, draws, divergences, step_sizes = self.config, [], [], []
+        length, done = options.warmup + options.samples, itertools.count(1)
+        with progress_bar("sampling", len(starts) * length, enabled=options.progress) as report:
+            for start in map(posterior.start, starts):
+                if not math.isfinite(float(posterior(start).detach())):
+                    raise TrainingError(
+                        "The posterior is not finite at the start of a chain: the data, or the network's outputs, "
+                        "overflow."
+                    )
+                kernel = mcmc.NUTS(potential_fn=posterior, max_tree_depth=options.max_tree_depth)
+                chain = mcmc.MCMC(
+                    kernel,
+                    options.samples,
+                    options.warmup,
+                    initial_params=start,
+                    hook_fn=lambda kernel, at, stage, i: report(next(done), stage),
+                    disable_progbar=True,
+                    transforms={},
+                )
+                chain.run()
+                draws.append(chain.get_samples())
+                divergences.append(sum(map(len, chain.diagnostics()["divergences"].values())))
+                step_sizes.append(float(kernel.step_size))
+        weights, noise = torch.stack([each["weights"] for each in draws]), None
+        compared = torch.stack([torch.stack([posterior.compared(w) for w in chain]) for chain in weights])
+        if posterior.max_noise is not None:
+            noise = posterior.noise(torch.stack([each["noise"] for each in draws]))
+            compared = torch.cat([compared, noise], -1)
+        (r_hat, ess), (weights_r_hat, weights_ess) = agreement(compared), agreement(weights)
+        worst = {"r_hat": r_hat, "ess": ess, "weights_r_hat": weights_r_hat, "weights_ess": weights_ess}
+        return weights, noise, {**worst, "divergences": divergences, "step_sizes": step_sizes}
+
     def _gradient_work(self, weights: int, points: int) -> float:
         """The multiplications of one gradient, forward and back. Refuses runs that would take days."""
         options = self.config
         gradient = 2.0 * points * (sum(p.numel() for p in self.module.parameters()) + 2 * weights)
         draws, steps = options.chains * (options.warmup + options.samples), 2**options.max_tree_depth
-        work, memory = gradient * draws * float(steps), 8 * weights * options.chains * options.samples
+        work, memory = gradient * draws * float(steps), 8 * weights * draws
         if work > MAX_WORK or memory > MAX_BYTES:
             raise OptionError(
                 f"hmc would take up to {work:.0e} multiplications, about {work / WORK_PER_SECOND / 3600:,.0f} hours of "
-                f"a processor, and {memory / 2**30:.1f} GB for its draws ({weights:,} weights, {points:,} points, "
-                f"{draws:,} draws of up to {steps:,} gradients each); the limits are {MAX_WORK:.0e} and "
-                f"{MAX_BYTES / 2**30:.0f} GB. Give it fewer points, draws or max_tree_depth, freeze all but the last "
-                "layers, or use a method that scales, such as fmgp, laplace or mfvi."
+                f"a processor, and {memory / 2**30:.1f} GB ({weights:,} weights, {points:,} points, {draws:,} draws of "
+                f"up to {steps:,} gradients each); the limits are {MAX_WORK:.0e} and {MAX_BYTES / 2**30:.0f} GB. Give "
+                "it fewer points, draws or max_tree_depth, freeze all but the last layers, or use a method that "
+                "scales, such as fmgp, laplace or mfvi."
             )
         return gradient
 
@@ -154,18 +201,17 @@ class HMC(DrawingMethod):
             is_real = isinstance(value, Tensor) and value.is_floating_point()
             return value.to(device, torch.float64) if is_real else value.to(device)
 
-        def answer(weights: Tensor, labelled: LabelledBatch) -> Tensor:
-            return self._answer(network, labelled.batch, split(weights, parameters))
+        def answer(weights: Tensor, batch: Batch) -> Tensor:
+            return self._answer(network, batch, split(weights, parameters))
 
-        batches = []
+        data = []
         for raw in self._batches(job.data, ROWS):
-            args, kwargs, target = change_tensors(tuple(raw), to_float64)
-            batch = Batch(tuple(args), kwargs, None)
-            batches.append(LabelledBatch(batch, likelihood.check_targets(target, self._answer(network, batch))))
+            batch = change_tensors(raw, to_float64)
+            data.append((batch, likelihood.check_targets(batch.target, self._answer(network, batch))))
         trained = torch.cat([p.reshape(-1) for p in parameters.values()])
-        multiplicity = job.num_data / sum(len(batch.target) for batch in batches)
+        multiplicity = job.num_data / sum(len(targets) for _, targets in data)
         precision = self.config.prior_precision
-        return WeightPosterior(answer, batches, likelihood.to(device), precision, multiplicity), trained
+        return WeightPosterior(answer, data, likelihood.to(device), precision, multiplicity), trained
 
     def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
         parameters = {name: p for name, p in self.module.named_parameters() if name in fitted.metadata["names"]}
@@ -180,6 +226,80 @@ class HMC(DrawingMethod):
             noise = torch.zeros(draws, math.prod(self._width or ()), dtype=torch.float64)
         weights = torch.zeros(draws, size, dtype=self.backbone.dtype)
         return Fitted(likelihood, shapes, weights=weights, noise=noise)
+
+
+class WeightPosterior:
+    """-log p(weights, noise | data), up to a constant, of a flat vector of weights and an unbounded noise coordinate.
+
+    Weights are Gaussian a priori. The noise variance is σ² = limit · sigmoid(u). The density of u contains the
+    derivative of that, so that the prior of σ² is uniform on (0, limit).
+
+    Args:
+        answer: The outputs of the network with these weights on a batch.
+        data: Batches and their targets.
+        likelihood: Defines the units of the noise, and the temperature.
+        prior_precision: Of the prior of every weight.
+        multiplicity: The number of points that each point of the data stands for.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[Tensor, Batch], Tensor],
+        data: list[tuple[Batch, Tensor]],
+        likelihood: Likelihood,
+        prior_precision: float,
+        multiplicity: float = 1.0,
+    ) -> None:
+        self.answer, self.data, self.likelihood = answer, data, likelihood
+        self.prior_precision, self.multiplicity = prior_precision, multiplicity
+        self.max_noise: Tensor | None = None  # () or (C,), in the likelihood's units, those of the mean squared error
+        if isinstance(likelihood, Gaussian):
+            targets = columns(torch.cat([target for _, target in data]))
+            limit = MAX_NOISE * (targets.var(0, unbiased=False) / likelihood.scale.square()).clamp_min(1.0)
+            self.max_noise = limit if likelihood.noise_form == "per_output" else limit.amax()
+
+    def __call__(self, at: dict[str, Tensor]) -> Tensor:  # ()
+        log_p = -0.5 * self.prior_precision * at["weights"].square().sum()
+        if self.max_noise is not None:
+            log_p = log_p + (F.logsigmoid(at["noise"]) + F.logsigmoid(-at["noise"])).sum()
+        for batch, target in self.data:
+            log_p = log_p + self.multiplicity * self.log_likelihood(at, batch, target)
+        return -log_p
+
+    def log_likelihood(self, at: dict[str, Tensor], batch: Batch, target: Tensor) -> Tensor:  # ()
+        """log p(targets | weights, noise), up to a constant."""
+        outputs = self.answer(at["weights"], batch)
+        if isinstance(self.likelihood, Categorical):
+            return -F.cross_entropy(outputs / self.likelihood.temperature.detach(), target, reduction="sum")
+        _, residual = self.likelihood.standardize(outputs, target)
+        noise = self.noise(at["noise"])
+        return -0.5 * (residual.square() / noise + noise.log()).sum()
+
+    def noise(self, u: Tensor) -> Tensor:
+        """σ² at some coordinates, in the likelihood's units."""
+        assert self.max_noise is not None
+        return self.max_noise * u.sigmoid()
+
+    def start(self, weights: Tensor) -> dict[str, Tensor]:
+        """The point with these weights, and the noise of the trained network's residuals."""
+        noise = {} if self.max_noise is None else {"noise": torch.logit(1.0 / self.max_noise).reshape(-1)}
+        return {"weights": weights, **noise}
+
+    @torch.no_grad()
+    def compared(self, weights: Tensor) -> Tensor:  # (K,)
+        """The outputs at the first rows of the data, to compare chains by."""
+        outputs = self.answer(weights, self.data[0][0])
+        if isinstance(self.likelihood, Categorical):  # a constant added to all logits has no meaning
+            outputs = outputs.log_softmax(-1)
+        return outputs.reshape(-1)[:COMPARED]
+
+
+def agreement(draws: Tensor) -> tuple[float, float]:  # of (chains, draws, K)
+    """The largest R-hat and the smallest effective sample size of K numbers."""
+    stats = require("pyro.ops.stats", "hmc", "Hamiltonian Monte Carlo")
+    # Chains that never moved have no spread to compare by: they do not agree on anything.
+    r_hat = stats.split_gelman_rubin(draws).nan_to_num(math.inf, math.inf)
+    return float(r_hat.max()), float(stats.effective_sample_size(draws).nan_to_num(0.0).min())
 
 
 def split(weights: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -92,11 +92,13 @@ class MFVI(FinetunedMethod):
     def mean(self) -> dict[str, Tensor]:
         """μ of every weight with noise, by parameter name."""
         own = {name: p.detach() for name, p in self.module.named_parameters() if name in self.log_std}
-        return self._named("moved") or own
+        return own | self._named("moved")
 
     def _named(self, part: str) -> dict[str, Tensor]:
+        """The buffers `part/NAME` of the fitted state; names of buffers have no dots in them."""
         assert self._fitted is not None
-        return {name.replace("/", "."): value for name, value in self._fitted.get_submodule(part).named_buffers()}
+        buffers = dict(self._fitted.named_buffers())
+        return {name: buffers[f"{part}/{name}".replace(".", "/")] for name in self._fitted.metadata[part]}
 
     def _finetune(self, job: Job) -> Fitted:
         network = copy.deepcopy(self.module).eval()
@@ -127,8 +129,10 @@ class MFVI(FinetunedMethod):
         return self._fitted_of(likelihood.requires_grad_(False), q.log_std, q.mean() if q.moves else {})
 
     def _fitted_of(self, likelihood: Likelihood, log_std: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> Fitted:
-        metadata = {"weights": list(log_std), "moved": list(moved)}
-        return Fitted(likelihood, metadata, log_std=NamedTensors(log_std), moved=NamedTensors(moved))
+        tensors = {f"log_std/{name}": value for name, value in log_std.items()}
+        tensors |= {f"moved/{name}": value for name, value in moved.items()}
+        buffers = {name.replace(".", "/"): value.detach().clone() for name, value in tensors.items()}
+        return Fitted(likelihood, {"log_std": list(log_std), "moved": list(moved)}, **buffers)
 
     def _generator(self) -> torch.Generator:
         return torch.Generator(self.module_device or "cpu").manual_seed(self.config.seed)
@@ -162,18 +166,9 @@ class MFVI(FinetunedMethod):
 
     def _blank(self, shapes: Mapping[str, Any]) -> Fitted:
         parameters = dict(self.module.named_parameters())
-        log_std = {name: full(parameters[name], 0.0) for name in shapes["weights"]}
+        log_std = {name: full(parameters[name], 0.0) for name in shapes["log_std"]}
         moved = {name: parameters[name] for name in shapes["moved"]}
         return self._fitted_of(self._blank_likelihood(), log_std, moved)
-
-
-class NamedTensors(nn.Module):
-    """Copies of tensors as buffers, by the names of parameters, which have dots in them."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            self.register_buffer(name.replace(".", "/"), tensor.detach().clone())
 
 
 class MeanField:
@@ -207,13 +202,13 @@ class MeanField:
 
     def kl(self, precision: float) -> Tensor:  # (), float64
         """KL(q | N(0, 1/precision)) = ½ Σ (precision (σ² + μ²) - 1 - log(precision σ²))."""
-        mean = self.mean()
-        parts = []
+        mean, parts = self.mean(), []
         for name, log_std in self.log_std.items():
             second_moment = (2.0 * log_std).exp() + mean[name].to(log_std.dtype).square()
-            excess = precision * second_moment - 2.0 * log_std
-            parts.append(0.5 * excess.sum(dtype=torch.float64) - 0.5 * log_std.numel() * (1.0 + math.log(precision)))
-        return torch.stack(parts).sum()
+            parts.append(
+                (precision * second_moment - 2.0 * log_std - math.log(precision) - 1.0).sum(dtype=torch.float64)
+            )
+        return 0.5 * torch.stack(parts).sum()
 
 
 def full(like: Tensor, value: float) -> Tensor:
@@ -270,28 +265,26 @@ def flipout(network: nn.Module, std: Mapping[str, Tensor], generator: torch.Gene
         """±1."""
         return (2 * torch.randint(2, shape, device=device, generator=generator) - 1).to(dtype)
 
-    def noise_hook(own: dict[str, str]) -> Callable[..., Tensor]:
-        key = own.get("weight") or own["bias"]
-
-        def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            x: Tensor = args[0] if args else kwargs["input"]
-            deltas = {part: delta(name).to(output.dtype) for part, name in own.items()}
-            weight, bias = deltas.get("weight", torch.zeros_like(layer.weight)), deltas.get("bias")
-            flipped = x * signs(key, "in", sign_shape(layer, x), x.dtype, x.device)
-            if isinstance(layer, nn.Linear):
-                noise = F.linear(flipped, weight, bias)
-            else:
-                noise = layer._conv_forward(flipped, weight, bias)  # which knows its padding, stride and groups
-            return output + noise * signs(key, "out", sign_shape(layer, output), output.dtype, output.device)
-
-        return hook
+    def add_noise(
+        own: dict[str, str], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        key, x = own.get("weight") or own["bias"], args[0] if args else kwargs["input"]
+        deltas = {part: delta(name).to(output.dtype) for part, name in own.items()}
+        weight, bias = deltas.get("weight", torch.zeros_like(layer.weight)), deltas.get("bias")
+        flipped = x * signs(key, "in", sign_shape(layer, x), x.dtype, x.device)
+        if isinstance(layer, nn.Linear):
+            noise = F.linear(flipped, weight, bias)
+        else:
+            noise = layer._conv_forward(flipped, weight, bias)  # which knows its padding, stride and groups
+        return output + noise * signs(key, "out", sign_shape(layer, output), output.dtype, output.device)
 
     with ExitStack() as stack:
         for layer in noisy_layers(network):
             parts = {part: names.get(id(layer._parameters.get(part))) for part in ("weight", "bias")}
             if own := {part: name for part, name in parts.items() if name is not None}:
                 # Before the user's own hooks, which are to see what the layers after it see.
-                handle = layer.register_forward_hook(noise_hook(own), with_kwargs=True, prepend=True)
+                hook = functools.partial(add_noise, own)
+                handle = layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
                 stack.callback(handle.remove)
         yield used
 

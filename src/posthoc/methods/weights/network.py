@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import ZeroLatent
 from posthoc.training import History, Ranks, train
 
-__all__ = ["DrawingMethod", "FinetunedMethod", "LabelledBatch", "NetworkBatches", "NetworkMethod", "seeded"]
+__all__ = ["DrawingMethod", "FinetunedMethod", "NetworkBatches", "NetworkMethod", "seeded"]
 
 
 class NetworkMethod(Method):
@@ -217,9 +217,9 @@ class FinetunedMethod(DrawingMethod):
             raise OptionError(f"{self.name} trains in one process: fit it outside torch.distributed.")
         options = self.config.training
 
-        def objective(labelled: LabelledBatch) -> Tensor:
-            outputs = answer(labelled.batch)
-            mean, target = likelihood.standardize(outputs, likelihood.check_targets(labelled.target, outputs))
+        def objective(batch: Batch) -> Tensor:
+            outputs = answer(batch)
+            mean, target = likelihood.standardize(outputs, likelihood.check_targets(batch.target, outputs))
             energy = likelihood.energy(mean, ZeroLatent(outputs), target, alpha=1.0)
             return penalty() / job.num_data - energy.mean()
 
@@ -246,14 +246,11 @@ class FinetunedMethod(DrawingMethod):
         )
 
 
-class LabelledBatch(NamedTuple):
-    """A batch and its targets, as the training loop passes it to an objective."""
+class SingleBatch(Batch):
+    """A batch as the training loop reads it: batches of arbitrary inputs come one by one and are not stacked."""
 
-    batch: Batch
-    target: Tensor
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> LabelledBatch:
-        """The batch itself: batches of arbitrary inputs are read one by one and not stacked."""
+    def map(self, change: Callable[[Tensor], Tensor]) -> SingleBatch:
+        """The batch itself."""
         return self
 
 
@@ -270,17 +267,17 @@ class NetworkBatches:
         self.generator = torch.Generator().manual_seed(seed)
         self.batches = enumerate(self._endless())
 
-    def block(self, step: int, count: int) -> LabelledBatch:
+    def block(self, step: int, count: int) -> SingleBatch:
         return next(batch for number, batch in self.batches if number == step)
 
-    def _endless(self) -> Iterator[LabelledBatch]:
+    def _endless(self) -> Iterator[SingleBatch]:
         while True:
             empty, data = True, self.data
             if is_arrays(data):  # a loader has an order of its own
                 data = take(data, torch.randperm(row_count(data), generator=self.generator))
             for batch in self.method._batches(data, self.size):
                 empty = False
-                yield LabelledBatch(batch, torch.as_tensor(batch.target))
+                yield SingleBatch(*batch)
             if empty:
                 raise DataError("Expected data in every pass of the loader, got none in the last one.")
 

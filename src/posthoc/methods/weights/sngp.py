@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -145,6 +145,12 @@ class SNGP(FinetunedMethod):
         finally:
             handle.remove()
 
+    def _runs(self, network: nn.Module, layer: nn.Module, job: Job) -> Iterator[tuple[Tensor, Tensor, Batch]]:
+        """The input of a layer in float64, the output of the network and the batch, for all batches of the data."""
+        for batch in self._batches(job.data):
+            calls, outputs = self._run(network, layer, batch)
+            yield calls[0][0].double(), outputs, batch
+
     def _check_last(self, batch: Batch) -> None:
         """Refuses a network whose output is not that of its last linear layer."""
         with exclusive(self.module):
@@ -176,13 +182,11 @@ class SNGP(FinetunedMethod):
         if self.config.lengthscale is not None:
             features.lengthscale.fill_(self.config.lengthscale)
         else:
-            inputs = (self._run(network, features, batch)[0][0][0].double() for batch in self._batches(job.data))
-            features.lengthscale.fill_(typical_distance(inputs))
+            features.lengthscale.fill_(typical_distance(h for h, _, _ in self._runs(network, features, job)))
         size = linear.in_features
         gram = torch.zeros(size, size, dtype=torch.float64, device=mean.device)
         cross = gram.new_zeros(size, len(mean))
-        for batch in self._batches(job.data):
-            phi = self._run(network, linear, batch)[0][0][0].double()
+        for phi, _, batch in self._runs(network, linear, job):
             with exclusive(self.module):
                 outputs = columns(self._answer(self.module, batch))[:, -len(mean) :]
             gram += phi.mT @ phi
@@ -197,9 +201,7 @@ class SNGP(FinetunedMethod):
         """The covariance U diag(v_c) Uᵀ of the last layer's weights for output c; sets the noise in regression."""
         gram = torch.zeros(linear.in_features, linear.in_features, dtype=torch.float64, device=prior.device)
         squares, rows = torch.zeros_like(prior), 0
-        for batch in self._batches(job.data):
-            calls, outputs = self._run(network, linear, batch)
-            phi = calls[0][0].double()
+        for phi, outputs, batch in self._runs(network, linear, job):
             weight = torch.ones_like(phi[:, 0])
             if isinstance(likelihood, Categorical):
                 p = (outputs.double() / likelihood.temperature).softmax(-1).amax(-1)
