@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 
 import numpy as np
@@ -12,8 +11,7 @@ from scipy.optimize import minimize_scalar
 from scipy.stats import norm
 from torch import Tensor, nn
 
-from posthoc import MAP, Categorical, FileError, Gaussian, OptionError, load
-from posthoc.io import read_head, write_head
+from posthoc import Categorical, Gaussian, OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.methods import Dropout
 from posthoc.methods.weights.network import likeliest_noise
@@ -253,80 +251,3 @@ def test_the_network_and_the_random_numbers_stay_as_they_were(training):
     assert torch.equal(torch.rand(3), expected)
     assert [part.training for part in model.modules()] == flags
     assert same(dict(model.state_dict()), state)
-
-
-class Breaks(nn.Module):
-    """Raises at a given call."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.body, self.left = Noisy(2), at
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.left -= 1
-        if not self.left:
-            raise ZeroDivisionError
-        out: Tensor = self.body(x)
-        return out
-
-
-def test_an_exception_leaves_the_network_and_the_fit_as_they_were():
-    model = Breaks(0)
-    method = Dropout(model, "regression", samples=4).fit((inputs(), values(outputs=2)))
-    before = answers(method.predict(inputs()))
-    for call in (lambda: method.fit((inputs(), 9.0 * values(outputs=2))), lambda: method.predict(inputs())):
-        flags = [part.training for part in model.modules()]
-        model.left = 3  # among the draws
-        with pytest.raises(ZeroDivisionError):
-            call()
-        assert [part.training for part in model.modules()] == flags
-        assert torch.backends.mha.get_fastpath_enabled()
-        assert same(answers(method.predict(inputs())), before)
-
-
-def test_nobody_meets_the_network_with_dropout_on():
-    """Another thread's plain predictions, while draws are taken."""
-    model, x, y = Noisy(2), inputs(64), values(64, 2)
-    plain = MAP(model, "regression").fit((x, y))
-    expected, wrong, stop = plain.predict(x).mean, [], threading.Event()
-
-    def watch() -> None:
-        while not stop.is_set():
-            if not torch.equal(plain.predict(x).mean, expected):
-                wrong.append(1)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        Dropout(model, "regression", samples=200).fit((x, y)).predict(x)
-    finally:
-        stop.set()
-        watcher.join()
-    assert not wrong
-
-
-def test_noise_is_found_on_validation_data_where_there_are_any():
-    model, x = Noisy(1), inputs(100)
-    near, far = (in_eval(model, x) + s * values(100) for s in (0.01, 50.0))
-    assert Dropout(model, "regression").fit((x, near), val=(x, far)).predict(x).noise[0].item() > 1000.0
-
-
-def test_refuses_what_it_cannot_do(tmp_path):
-    model = Noisy(2)
-    for network in (nn.Linear(3, 2), nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 2))):
-        with pytest.raises(OptionError, match="needs a network with dropout layers"):
-            Dropout(network, "classification")
-    with pytest.raises(OptionError, match="samples"):
-        Dropout(model, "classification", samples=1)
-    method = Dropout(model, "regression", samples=4).fit((inputs(), values(outputs=2)))
-    method.save(tmp_path / "head")
-    with pytest.raises(OptionError, match="got samples"):
-        Dropout.load(tmp_path / "head", model=model, samples=3)
-    with pytest.raises(OptionError, match="needs the network itself"):
-        load(tmp_path / "head")
-    with pytest.raises(FileError, match="found another"):
-        load(tmp_path / "head", model=nn.Sequential(nn.Dropout(), nn.Linear(3, 2)))
-    tensors, config = read_head(tmp_path / "head")
-    write_head(tmp_path / "changed", {**tensors, "likelihood.scale": torch.ones(5)}, config)
-    with pytest.raises(FileError, match=r"Expected tensors likelihood\.scale \(2,\).*found likelihood\.scale \(5,\)"):
-        load(tmp_path / "changed", model=model)

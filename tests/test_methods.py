@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from scipy.optimize import minimize_scalar
-from torch import Tensor
+from torch import Tensor, nn
 
 from posthoc import FMGP, MAP, Categorical, FileError, Gaussian, OptionError, Outputs, PosthocWarning, Temperature, load
+from posthoc.errors import TrainingError
 from posthoc.evaluate.evaluate import evaluate
 from posthoc.io import write_head
 from posthoc.methods import REGISTRY, method_named
-from tests.cases import labels, mlp, recorded, values
+from tests.cases import Noisy, answers, inputs, labels, mlp, recorded, same, values
 
 G = torch.Generator
 
@@ -108,6 +110,101 @@ def test_evaluate_gives_the_figures_of_both():
     assert {name for name in figures if not name.startswith("base_")} == {
         name.removeprefix("base_") for name in figures if name.startswith("base_")
     }
+
+
+# Methods that run the network.
+
+
+class Failing(Noisy):
+    """Raises, or overflows, once it has run `after` times."""
+
+    def __init__(self, error: type[Exception] | None) -> None:
+        super().__init__(3)
+        self.runs, self.after, self.error = [0], 10**9, error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs[0] += 1
+        fails = self.runs[0] > self.after
+        if fails and self.error is not None:
+            raise self.error("out of order")
+        return self.last(self.body(x) * (math.nan if fails else 1.0))  # type: ignore[no-any-return]
+
+
+def everything(network: nn.Module) -> list[Any]:
+    """All that a fit must leave as it was, apart from the values of the state."""
+    parts = list(network.modules())
+    hooks = [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in parts]
+    parameters = [(id(p), p.requires_grad, p.grad) for p in network.parameters()]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    return [
+        hooks,
+        parameters,
+        [(type(part), part.training) for part in parts],
+        fast_path,
+        *dict(network.named_modules()),
+    ]
+
+
+TRAINED: dict[str, Any] = {"steps": 30, "batch_size": 10}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error"),
+    [
+        ("mfvi", {**TRAINED, "means": "fixed"}, None),
+        ("mfvi", {**TRAINED, "means": "moved"}, RuntimeError),
+        ("sngp", {**TRAINED, "norm_bound": 0.1, "num_features": 16}, None),
+        ("sngp", {**TRAINED, "norm_bound": 0.1, "num_features": 16}, RuntimeError),
+        ("dropout", {}, RuntimeError),
+    ],
+)
+def test_a_fit_that_fails_leaves_everything_as_it_was(name, options, error):
+    network, x, y = Failing(error), inputs(), values(outputs=3)
+    network.body[3].eval()
+    before, state = everything(network), {k: v.clone() for k, v in network.state_dict().items()}
+    method = method_named(name)(network, "regression", **options).fit((x, y))
+    fitted = answers(method.predict(x))
+    assert everything(network) == before
+    network.runs[0], network.after = 0, 20
+    with pytest.raises(error or TrainingError, match="out of order" if error else "The loss became nan at step"):
+        method.fit((x, y))
+    network.after = 10**9
+    assert everything(network) == before
+    assert same(dict(network.state_dict()), state)
+    assert same(answers(method.predict(x)), fitted)
+    assert everything(network) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("mfvi", {"means": "free"}, "means"),
+        ("mfvi", {"kl_weight": 0}, "kl_weight to be a number above 0, got 0"),
+        ("mfvi", {"initial_std": "small"}, "initial_std to be a number above 0, got 'small'"),
+        ("mfvi", {"momentum": 0.9}, "Unknown option 'momentum'"),
+        ("sngp", {"prediction": "exact"}, "prediction"),
+        ("sngp", {"lengthscale": math.nan}, "lengthscale to be a number above 0"),
+        ("sngp", {"prior_precision": True}, "prior_precision to be a number above 0, got True"),
+        ("hmc", {"samples": 3}, "samples"),
+        ("vector", {"ridge": math.nan}, "Expected ridge to be a number above 0"),
+    ],
+)
+def test_bad_options_are_refused(name, options, match):
+    with pytest.raises(OptionError, match=match):
+        method_named(name)(mlp(3), "classification", **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "match"),
+    [
+        ("mfvi", nn.Sequential(nn.BatchNorm1d(3)), "got a Sequential without any"),
+        ("sngp", nn.Sequential(nn.Flatten()), "without any Linear layer inside"),
+        ("dropout", nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 2)), "needs a network with dropout layers"),
+    ],
+)
+def test_networks_without_the_layers_that_a_method_needs_are_refused(name, network, match):
+    with pytest.raises(OptionError, match=match):
+        method_named(name)(network, "regression")
 
 
 # Temperature scaling.

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc.errors import FileError, OptionError, TrainingError
-from posthoc.io import read_head, write_head
+from posthoc.errors import OptionError
 from posthoc.methods.weights.mfvi import MFVI, MeanField, draw_weights, flipout, noisy_parameters
 from tests.cases import Noisy, answers, inputs, labels, mlp, same, values
 
@@ -203,23 +202,6 @@ def test_validation_data_stop_it_early():
     assert len(method.history.losses) < 40
 
 
-def test_seed_and_global_generator():
-    network, x, y = mlp(3), inputs(), labels()
-    loader = DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True)
-    before = torch.get_rng_state()
-    a, b = (MFVI(network, "classification", **QUICK, seed=1).fit(loader).log_std for _ in range(2))
-    other = MFVI(network, "classification", **QUICK, seed=2).fit(loader).log_std
-    assert same(a, b)
-    assert not same(a, other)
-    torch.set_rng_state(before)
-
-
-def test_a_single_logit_stands_for_two_classes():
-    pred = MFVI(mlp(1), "classification", **QUICK).fit((inputs(), labels(classes=2))).predict(inputs())
-    assert pred.probs.shape == (30, 2)
-    assert (pred.latent.mean[:, 0] == 0).all()
-
-
 def test_a_fit_that_was_stopped_goes_on_to_the_same_numbers(tmp_path):
     network, x, y = mlp(3), inputs(), labels()
     loader = DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True)
@@ -301,99 +283,6 @@ def test_weights_that_others_read_stay_at_their_means():
     for value in method.log_std.values():
         value.fill_(0.0)
     assert (method.predict(tokens).latent.variance > 0.01).all()
-
-
-def test_a_convolutional_network():
-    network = nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(True), nn.Flatten(), nn.Linear(64, 3)
-    )
-    images = torch.randn(30, 1, 4, 4, generator=G().manual_seed(0))
-    method = MFVI(network, "classification", **QUICK).fit((images, labels()))
-    assert set(method.log_std) == {"0.weight", "0.bias", "4.weight", "4.bias"}
-    assert (method.predict(images).latent.variance > 0).all()
-
-
-class Failing(Noisy):
-    """Raises, or overflows, when it has been run so many times."""
-
-    def __init__(self, after: int, error: type[Exception] | None = None) -> None:
-        super().__init__(3)
-        self.runs, self.after, self.error = [0], after, error
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs[0] += 1
-        if self.runs[0] > self.after and self.error is not None:
-            raise self.error("out of order")
-        return super().forward(x) * (float("nan") if self.runs[0] > self.after else 1.0)
-
-
-def everything(network: nn.Module) -> dict[str, Any]:
-    """All that must come back: numbers, flags, hooks, gradients."""
-    return {
-        "state": {k: v.clone() for k, v in network.state_dict().items()},
-        "flags": [part.training for part in network.modules()],
-        "hooks": [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in network.modules()],
-        "grads": [(p.requires_grad, p.grad) for p in network.parameters()],
-        "identity": [id(p) for p in network.parameters()],
-    }
-
-
-def unchanged(network: nn.Module, before: dict[str, Any]) -> bool:
-    now = everything(network)
-    return same(now.pop("state"), before["state"]) and all(now[name] == before[name] for name in now)
-
-
-@pytest.mark.parametrize("means", ["fixed", "moved"])
-@pytest.mark.parametrize("error", [None, RuntimeError])
-def test_a_fit_that_fails_leaves_everything_as_it_was(means, error):
-    network, x, y = Failing(10**9, error), inputs(), labels()
-    network.body[3].eval()
-    before = everything(network)
-    method = MFVI(network, "classification", **{**QUICK, "steps": 30}, means=means).fit((x, y))
-    assert unchanged(network, before)
-    fitted = answers(method.predict(x))
-    network.runs[0], network.after = 0, 12
-    with pytest.raises(error or TrainingError, match="out of order" if error else "The loss became nan at step"):
-        method.fit((x, y))
-    network.after = 10**9
-    assert unchanged(network, before)
-    assert same(answers(method.predict(x)), fitted)
-    assert unchanged(network, before)
-
-
-# Bad input.
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"means": "free"}, "means"),
-        ({"prior_precision": 0.0}, "prior_precision to be a number above 0, got 0.0"),
-        ({"initial_std": "small"}, "initial_std to be a number above 0, got 'small'"),
-        ({"samples": 1}, "samples"),
-        ({"kl_weight": 0}, "kl_weight to be a number above 0, got 0"),
-        ({"momentum": 0.9}, "Unknown option 'momentum'"),
-        ({"lr": -1.0}, "lr to be a number above 0"),
-    ],
-)
-def test_bad_options(options, match):
-    with pytest.raises(OptionError, match=match):
-        MFVI(mlp(), "regression", **options)
-
-
-def test_a_network_without_such_layers_is_refused():
-    with pytest.raises(OptionError, match="got a Sequential without any"):
-        MFVI(nn.Sequential(nn.BatchNorm1d(3)), "regression")
-
-
-def test_a_file_that_was_changed_is_refused(tmp_path):
-    network = mlp()
-    MFVI(network, "regression", **QUICK).fit((inputs(), values())).save(tmp_path / "head")
-    tensors, config = read_head(tmp_path / "head")
-    for change in ({"log_std.0.weight": torch.zeros(2)}, {"log_std.9.weight": torch.zeros(2)}):
-        write_head(tmp_path / "other", {**tensors, **change}, config)
-        with pytest.raises(FileError, match="the file was changed"):
-            MFVI.load(tmp_path / "other", model=network)
 
 
 def test_a_saved_fit_with_moved_means_predicts_the_same(tmp_path):

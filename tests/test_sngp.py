@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc.errors import FileError, OptionError, TrainingError
+from posthoc.errors import FileError, OptionError
 from posthoc.io import read_head, write_head
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
@@ -254,52 +254,7 @@ def test_same_seed_same_numbers_with_a_loader_that_shuffles():
     assert not torch.allclose(a["variance"], c["variance"])
 
 
-def test_validation_data_stop_it_early():
-    x, y = inputs(), labels()
-    method = SNGP(mlp(3), "classification", **{**QUICK, "steps": 60, "lr": 0.3, "eval_every": 2, "patience": 2})
-    method.fit((x, y), val=(x.flip(0), labels(seed=9)))
-    assert len(method.history.losses) < 60
-
-
-# What must not change, and bad input.
-
-
-class Failing(Noisy):
-    """Raises, or overflows, when it has been run so many times."""
-
-    def __init__(self, error: type[Exception] | None) -> None:
-        super().__init__(3)
-        self.runs, self.after, self.error = [0], 10**9, error
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs[0] += 1
-        if self.runs[0] > self.after and self.error is not None:
-            raise self.error("out of order")
-        return self.last(self.body(x) * (float("nan") if self.runs[0] > self.after else 1.0))  # type: ignore[no-any-return]
-
-
-def everything(network: nn.Module) -> list[Any]:
-    parts = list(network.modules())
-    hooks = [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in parts]
-    own = [(id(p), p.requires_grad, p.grad) for p in network.parameters()]
-    return [hooks, own, [(type(part), part.training) for part in parts], [name for name, _ in network.named_modules()]]
-
-
-@pytest.mark.parametrize("error", [None, RuntimeError])
-def test_a_fit_that_fails_leaves_everything_as_it_was(error):
-    network, x, y = Failing(error), inputs(), labels()
-    network.body[3].eval()
-    before, state = everything(network), {k: v.clone() for k, v in network.state_dict().items()}
-    method = SNGP(network, "classification", **{**QUICK, "steps": 30}, norm_bound=0.1).fit((x, y))
-    fitted = answers(method.predict(x))
-    network.runs[0], network.after = 0, 30
-    with pytest.raises(error or TrainingError, match="out of order" if error else "The loss became nan at step"):
-        method.fit((x, y))
-    network.after = 10**9
-    assert everything(network) == before
-    assert same(dict(network.state_dict()), state)
-    assert same(answers(method.predict(x)), fitted)
-    assert everything(network) == before
+# Bad input, and files.
 
 
 @pytest.mark.parametrize(
@@ -313,32 +268,6 @@ def test_a_fit_that_fails_leaves_everything_as_it_was(error):
 def test_a_last_layer_that_is_not_linear_is_refused(network):
     with pytest.raises(OptionError, match="the last Linear is '0', and it does not"):
         SNGP(network, "classification", **QUICK).fit((inputs(), labels()))
-
-
-def test_a_network_without_a_linear_layer_is_refused():
-    with pytest.raises(OptionError, match="without any Linear layer inside"):
-        SNGP(nn.Sequential(nn.Flatten()), "classification")
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"prediction": "exact"}, "prediction"),
-        ({"num_features": 0}, "num_features"),
-        ({"norm_bound": -1}, "norm_bound to be a number above 0, got -1"),
-        ({"lengthscale": math.nan}, "lengthscale to be a number above 0"),
-        ({"prior_precision": True}, "prior_precision to be a number above 0, got True"),
-        ({"ridge": 1.0}, "Unknown option 'ridge'"),
-    ],
-)
-def test_bad_options(options, match):
-    with pytest.raises(OptionError, match=match):
-        SNGP(mlp(), "regression", **options)
-
-
-def test_checkpoints_are_refused(tmp_path):
-    with pytest.raises(OptionError, match="checkpoint"):
-        SNGP(mlp(), "regression", **QUICK).fit((inputs(), values()), checkpoint=tmp_path)
 
 
 def test_the_file_holds_the_whole_copy(tmp_path):

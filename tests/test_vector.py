@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from posthoc import Categorical, DataError, FileError, OptionError, Outputs, PosthocWarning, Temperature, load
+from posthoc import Categorical, FileError, OptionError, Outputs, PosthocWarning, Temperature, load
 from posthoc.io import read_head, write_head
 from posthoc.methods.vector import Vector
 
@@ -143,26 +143,6 @@ def test_saved_and_loaded(tmp_path):
         load(tmp_path / "short")
 
 
-def test_half_precision_is_computed_in_more():
-    data = classified(300)
-    half = Outputs(data.outputs.half(), data.targets)
-    with pytest.warns(PosthocWarning, match="float16"):
-        pred = Vector(None, "classification").fit(half).predict(half)
-    assert pred.latent.mean.dtype == pred.log_probs.dtype == torch.float32
-
-
-def test_a_fit_that_fails_leaves_the_one_before():
-    data = classified(200)
-    method = Vector(None, "classification").fit(data)
-    before = method.predict(data).probs
-    with (
-        pytest.raises(DataError, match="at least two classes, got class 2 in all 30 rows"),
-        pytest.warns(PosthocWarning),
-    ):
-        method.fit(Outputs(torch.eye(C)[[2] * 30], torch.full((30,), 2)))
-    assert torch.equal(method.predict(data).probs, before)
-
-
 def test_data_that_are_all_right_are_told_and_left_to_the_temperature():
     logits = 2.0 * torch.eye(C, dtype=torch.float64).repeat(10, 1)
     with pytest.warns(PosthocWarning, match="all right"):
@@ -171,9 +151,6 @@ def test_data_that_are_all_right_are_told_and_left_to_the_temperature():
 
 
 def test_bad_options():
-    for ridge in (0.0, -1.0, math.nan):
-        with pytest.raises(OptionError, match="Expected ridge to be a number above 0"):
-            Vector(None, "classification", ridge=ridge)
     with pytest.raises(OptionError, match="for classification, not for regression"):
         Vector(None, "regression")
     with pytest.raises(OptionError, match="learns the temperature"):

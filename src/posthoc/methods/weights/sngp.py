@@ -155,7 +155,7 @@ class SNGP(FinetunedMethod):
         """Refuses a network whose output is not that of its last linear layer."""
         with exclusive(self.module):
             calls, outputs = self._run(self.module, self.module.get_submodule(self._last), batch)
-        if len(calls) != 1 or not torch.equal(in_shape(calls[0][1].flatten(1), outputs), outputs.flatten(1)):
+        if len(calls) != 1 or not torch.equal(in_shape(columns(calls[0][1]), outputs), columns(outputs)):
             raise OptionError(
                 f"sngp replaces the last layer, which must be Linear and give the network's output; here the last "
                 f"Linear is {self._last!r}, and it does not. Wrap the network so that it returns the output of that "
