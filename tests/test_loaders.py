@@ -117,9 +117,9 @@ def test_methods_that_train_see_pairs_in_a_new_order() -> None:
     assert isinstance(method, NetworkMethod)
     y = torch.arange(float(N))
     for data in (({"input": inputs()}, y), {"input": inputs().numpy(), "y": y.numpy()}):
-        found = NetworkBatches(method, data, N, seed=0).block(0, 1).target
-        assert not torch.equal(found, y)
-        assert torch.equal(found.sort().values, y)
+        targets = torch.as_tensor(NetworkBatches(method, data, N, seed=0).block(0, 1).target)
+        assert not torch.equal(targets, y)
+        assert torch.equal(targets.sort().values, y)
 
 
 @pytest.mark.parametrize("other", [None, ["cat", "dog"], object(), {"labels": [1]}])
