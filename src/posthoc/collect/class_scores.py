@@ -151,10 +151,8 @@ def find_unit(values: Tensor, dtype: torch.dtype) -> float:
 def as_columns(outputs: Tensor, kind: str) -> Tensor:  # (N, C)
     choice("kind", kind, KINDS)
     if outputs.ndim not in (1, 2) or not outputs.shape[1:].numel() or not outputs.is_floating_point():
-        raise DataError(
-            "Expected real outputs of shape (N, C), or (N,) for two classes, got "
-            f"{outputs.dtype} of shape {tuple(outputs.shape)}."
-        )
+        found = f"{outputs.dtype} of shape {tuple(outputs.shape)}"
+        raise DataError(f"Expected real outputs of shape (N, C), or (N,) for two classes, got {found}.")
     values = outputs[:, None] if outputs.ndim == 1 else outputs
     if kind == "logits":
         require_finite(values, "logits")
@@ -192,7 +190,5 @@ def checked_log_probs(log_p: Tensor, rounding: Rounding) -> Tensor:  # (N, C)
 def refuse(values: Tensor, wrong: Tensor, expected: str, hint: str = "") -> None:
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()
-        raise DataError(
-            f"Expected {expected}, got {float(values[row, column]):.6g} in row {row}. Are these logits, or of another "
-            f"kind than you said? The kinds are {', '.join(KINDS)}. {hint}".rstrip()
-        )
+        advice = f"Are these logits, or of another kind than you said? The kinds are {', '.join(KINDS)}. {hint}"
+        raise DataError(f"Expected {expected}, got {float(values[row, column]):.6g} in row {row}. {advice}".rstrip())

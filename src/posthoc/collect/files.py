@@ -149,16 +149,11 @@ def form_of(path: Path) -> str:
     """The form of a file, from its first bytes."""
     if path.is_dir():
         return "folder"
-    try:
-        require_regular(path)
-        with path.open("rb") as file:
-            start = file.read(4096)
-    except FileNotFoundError as error:
-        raise FileError(f"Expected a file or folder of outputs, found nothing at {path}: check the path.") from error
-    except OSError as error:
-        if isinstance(error, FileError):
-            raise
-        raise FileError(f"Expected a file that can be read, found that {path} cannot be ({error}).") from error
+    if not path.exists():
+        raise FileError(f"Expected a file or folder of outputs, found nothing at {path}: check the path.")
+    require_regular(path)
+    with path.open("rb") as file:
+        start = file.read(4096)
     if start[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         return ".npz"
     if start[:4] == b"PAR1":

@@ -56,9 +56,8 @@ class Outputs:
             require_finite(tensor, name)
             object.__setattr__(self, name, tensor if name == "outputs" else tensor.to(self.outputs.device))
             if len(tensor) != len(self.outputs):
-                raise DataError(
-                    f"Expected as many rows of {name} as of outputs, {len(self.outputs)}, got {len(tensor)}."
-                )
+                count = f"as many rows of {name} as of outputs, {len(self.outputs)}"
+                raise DataError(f"Expected {count}, got {len(tensor)}.")
         if not self.outputs.is_floating_point():
             raise DataError(f"Expected real-valued outputs, got {self.outputs.dtype}.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from itertools import count, islice
 from typing import Any
@@ -39,31 +39,50 @@ def collect_to_folder(
 ) -> Outputs:
     """Runs the predictor over the data into a folder, and opens it: `Outputs` mapped from the disk.
 
-    data: rows by number (`len` and `[]`, as a PyTorch dataset), or an iterable with `skip(rows)`; their order must be
-        fixed. `collate` makes a batch of some rows: (x, y), a mapping, or inputs alone.
-    identity: all that tells the rows from others, the data above all; the network's fingerprint and layer are added
-        where they are not in it. A folder of another identity is refused, unless `force` starts it over.
-    inputs: whether the flattened inputs are stored as well.
-    workers: how many processes read the data; with 0 this one does.
-    progress: whether to show a bar; by default on a terminal.
-
     A run that was killed goes on where it ended when it is started again, and leaves the bytes that an uninterrupted
     one would have.
+
+    Args:
+        backbone: The predictor.
+        data: Rows by number (`len` and `[]`, as a PyTorch dataset), or an iterable with `skip(rows)`; their order must
+            be fixed.
+        folder: A new or empty folder, or one that an earlier run began.
+        identity: All that tells the rows from others, the data above all; the network's fingerprint and layer are
+            added where they are not in it. A folder of another identity is refused.
+        collate: Makes a batch of some rows: (x, y), a mapping, or inputs alone.
+        inputs: Whether the flattened inputs are stored as well.
+        batch_size: The number of rows in a batch.
+        workers: The number of processes that read the data; with 0 this one does.
+        force: Whether to start over a folder of another identity.
+        progress: Whether to show a bar; by default on a terminal.
     """
     integer("batch_size", batch_size, 1)
     integer("workers", workers, 0)
     layer = f"input of {backbone.layer}" if backbone.takes_input else backbone.layer
-    whole = {"layer": layer, "inputs": inputs, **identity}
-    if "network" not in whole:
-        whole["network"] = fingerprint(backbone.module)
+    identity = {"layer": layer, "inputs": inputs, **identity}
+    if "network" not in identity:
+        identity["network"] = fingerprint(backbone.module)
+    total = row_count(data)
 
     def parts(start: int) -> Generator[Outputs]:
-        batches = read_batches(data, spans(start, row_count(data), batch_size), collate, workers, backbone)
+        loader: DataLoader[Any] = DataLoader(
+            SpanReader(data, collate),
+            batch_size=None,
+            sampler=spans(start, total, batch_size),
+            collate_fn=as_it_is,
+            num_workers=workers if hasattr(data, "__getitem__") else min(workers, 1),  # a stream has one reader
+            pin_memory=backbone.device is not None and backbone.device.type == "cuda",
+            generator=torch.Generator(),  # a DataLoader without one draws a seed from the global generator
+        )
         with backbone.reading(features=True, inputs=inputs) as read:
-            for batch in batches:
+            for batch in loader:
+                if batch is None:
+                    return
+                if isinstance(batch, PosthocError):
+                    raise batch
                 yield join([read(batch)]).to(torch.device("cpu"))
 
-    return write_to_folder(parts, folder, identity=whole, total=row_count(data), force=force, progress=progress)
+    return write_to_folder(parts, folder, identity=identity, total=total, force=force, progress=progress)
 
 
 def write_to_folder(
@@ -100,28 +119,6 @@ def spans(start: int, total: int | None, size: int) -> Iterator[Span]:
     """Batches from a row on, without end where the number of rows is not known."""
     for first in range(start, total, size) if total is not None else count(start, size):
         yield first, first + size if total is None else min(first + size, total)
-
-
-def read_batches(
-    data: Any, wanted: Iterable[Span], collate: Callable[[list[Any]], Any], workers: int, backbone: Backbone
-) -> Iterator[Any]:
-    """The batches in order, read ahead by the workers."""
-    streamed = not hasattr(data, "__getitem__")
-    loader: DataLoader[Any] = DataLoader(
-        SpanReader(data, collate),
-        batch_size=None,
-        sampler=wanted,
-        collate_fn=as_it_is,
-        num_workers=min(workers, 1) if streamed else workers,  # more would go through the same stream again
-        pin_memory=backbone.device is not None and backbone.device.type == "cuda",
-        generator=torch.Generator(),  # a DataLoader without one draws a seed from the global generator
-    )
-    for batch in loader:
-        if isinstance(batch, PosthocError):
-            raise batch
-        if batch is None:
-            return
-        yield batch
 
 
 class SpanReader(Dataset[Any]):
