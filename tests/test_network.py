@@ -548,9 +548,10 @@ def test_heads_and_networks_of_inference_mode_serve_outside_it(tmp_path: Path) -
     method = FMGP(mlp(), "regression", **QUICK).fit((inputs(), values()))
     method.save(tmp_path / "head")
     with torch.inference_mode():
-        loaded, model = FMGP.load(tmp_path / "head", model=mlp()), Noisy()
+        loaded, model, x = FMGP.load(tmp_path / "head", model=mlp()), Noisy(), inputs()
     assert torch.equal(loaded.predict(inputs()).latent.variance, method.predict(inputs()).latent.variance)
-    assert FMGP(model, "regression", **QUICK).fit((inputs(), values())).fitted
+    assert FMGP(model, "regression", **QUICK).fit((x, values())).fitted
+    assert torch.equal(loaded.predict(x).latent.mean, in_eval(mlp(), inputs()))
 
 
 # Advice.

@@ -254,13 +254,12 @@ class OutputsWriter:
         for name, row in self._types.items():
             path = self.folder / f"{name}.npy"
             file = self._files[name] = stack.enter_context(path.open("r+b" if self._rows else "w+b", buffering=0))
-            if not self._rows:
-                write_at(file, 0, header(row, 0))
-                continue
-            require_header(file, path, row, 0, self._rows)
-            size, end = os.fstat(file.fileno()).st_size, file_size(row, self._rows)
-            if size < end:
-                raise FileError(f"Expected {end} bytes or more in {path}, found {size}. {DAMAGED}")
+            if self._rows:
+                require_header(file, path, row, 0, self._rows)
+                size, end = os.fstat(file.fileno()).st_size, file_size(row, self._rows)
+                if size < end:
+                    raise FileError(f"Expected {end} bytes or more in {path}, found {size}. {DAMAGED}")
+            write_at(file, 0, header(row, 0))
 
     def _commit(self, *, complete: bool = False) -> None:
         """Waits until all rows are on the disk, and records that they count."""

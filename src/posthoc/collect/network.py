@@ -385,7 +385,7 @@ class Reader:
             finally:
                 self.thread = None
                 for tensor, count, copy in before:  # which may be the user's own: a model may write to them
-                    if tensor.is_inference() or version(tensor) != count:
+                    if version(tensor) != count or (tensor.is_inference() and not torch.equal(tensor, copy)):
                         tensor.data.copy_(copy)
             outputs = in_rows(outputs, batch, self.width)
             refuse_infinite(outputs, "outputs", self.rows)

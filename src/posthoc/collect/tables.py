@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,7 +27,7 @@ NAMES_SHOWN = 40
 
 def choose(path: Path, names: list[str], columns: Columns | None) -> dict[str, list[str]]:
     """Which columns of a table make up which array; by default `outputs`, or `outputs_0`, `outputs_1`, …"""
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise FileError(f"Expected columns of different names in {path}, found {listed(repeated)} more than once.")
     if columns is None:
         patterns = [(array, pattern) for array in NAMES for pattern in (f"{array}_[0-9]*", array)]
