@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +17,6 @@ from posthoc.collect import open_outputs, read_identity
 from posthoc.collect.network import Backbone
 from posthoc.collect.to_folder import collect_to_folder
 from tests.collecting_cases import (
-    BLOCKED_ROW,
     NET,
     TRANSFORM,
     TinyNet,
@@ -168,45 +161,6 @@ def test_the_command_collects_a_folder_of_images(tmp_path):
     assert str(tmp_path) not in json.dumps(identity)
 
 
-@pytest.fixture
-def stopped(tmp_path):
-    """A folder that a run was writing to when it was killed; its workers may still be alive."""
-    image_folder(tmp_path / "images", 60)
-    code = (
-        "import posthoc.collect.folder as writer; writer.COMMIT_SECONDS = 0\n"
-        "import sys, typer; from posthoc.cli.collect import collect; typer.run(collect)"
-    )
-    args = [NET, tmp_path / "images", "-o", tmp_path / "killed", "--transform", TRANSFORM, *TRUSTED]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, args), "--batch-size", "4", "--workers", "2"],
-        env={**os.environ, BLOCKED_ROW: "41"},
-        cwd=Path(__file__).parent.parent,
-        start_new_session=True,
-    )
-    manifest = tmp_path / "killed" / "outputs.json"
-    try:
-        deadline = time.monotonic() + 60
-        while not manifest.exists() or json.loads(manifest.read_text())["rows"] < 40:
-            assert process.poll() is None, "the run ended by itself"
-            assert time.monotonic() < deadline, "the run does not get on"
-            time.sleep(0.02)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        yield tmp_path / "killed"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, stopped):
-    assert json.loads((stopped / "outputs.json").read_text())["rows"] == 40
-    args = [NET, tmp_path / "images", "--transform", TRANSFORM, *TRUSTED, "--batch-size", 4, "--workers", 0]
-    run(*args, "-o", tmp_path / "whole")
-    run(*args, "-o", stopped)
-    assert contents(stopped) == contents(tmp_path / "whole")
-    assert len(open_outputs(stopped)) == 60
-
-
 def test_a_folder_that_changed_is_refused(tmp_path):
     image_folder(tmp_path / "images", 5)
     run(NET, tmp_path / "images", "-o", tmp_path / "o", *TRUSTED, "--workers", 0)
@@ -236,15 +190,28 @@ def test_nothing_is_begun_with_a_predictor_that_cannot_be_opened(tmp_path):
         assert not (tmp_path / "o").exists()
 
 
-def test_an_interrupted_command_says_how_to_go_on(tmp_path, monkeypatch):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
+def test_an_interrupted_command_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
+    labels, forward, batches = image_folder(tmp_path / "images", ROWS), TinyNet.forward, []
 
-    np.savez(tmp_path / "d.npz", inputs=raw(4).numpy())
+    def interrupted(net, x):
+        batches.append(x)
+        if len(batches) == 4:
+            raise KeyboardInterrupt
+        return forward(net, x)
+
+    options = ("--transform", TRANSFORM, "--layer", "conv", "--inputs", *TRUSTED, "--batch-size", 4, "--workers", 0)
+    args = (NET, tmp_path / "images", *options)
     monkeypatch.setattr(TinyNet, "forward", interrupted)
     app = typer.Typer()
     app.command()(collect)
-    args = [NET, str(tmp_path / "d.npz"), "-o", str(tmp_path / "o"), *TRUSTED, "--workers", "0"]
-    done = CliRunner().invoke(app, args)
+    done = CliRunner().invoke(app, [*map(str, args), "-o", str(tmp_path / "o")])
     assert done.exit_code == 130
     assert "run the same command again" in done.output
+    assert json.loads((tmp_path / "o" / "outputs.json").read_text())["rows"] == 12
+    run(*args, "-o", tmp_path / "o")
+    run(*args, "-o", tmp_path / "whole")
+    assert contents(tmp_path / "o") == contents(tmp_path / "whole")
+    x = raw(ROWS) - 0.5
+    wanted = expected(x, labels)
+    features = TinyNet().conv(x)
+    assert_close(open_outputs(tmp_path / "o"), type(wanted)(wanted.outputs, labels, features, x), *vars(wanted))

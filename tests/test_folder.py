@@ -20,6 +20,7 @@ import torch
 import posthoc.collect.folder as writer_module
 from posthoc import DataError, FileError, Outputs
 from posthoc.collect import OutputsWriter, open_outputs, read_identity, save_outputs
+from posthoc.io import lock
 from tests.test_files import bits, change_manifest, contents, small_files, some, written
 
 ROOT = Path(__file__).parent.parent
@@ -295,8 +296,34 @@ def test_second_writer_is_refused_at_once(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_runs_go_on_to_the_same_bytes(tmp_path: Path) -> None:
     # In a process of its own, which has no threads: it forks children and kills them.
-    code = "import sys; from tests.test_folder import kill_at_steps, Path; kill_at_steps(Path(sys.argv[1]))"
+    code = "import sys; from tests.test_folder import kill_children, Path; kill_children(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=ROOT, timeout=100)
+
+
+def kill_children(folder: Path) -> None:
+    kill_with_worker(folder)
+    kill_at_steps(folder)
+
+
+def kill_with_worker(folder: Path) -> None:
+    """A killed process leaves a worker behind, which must not keep the lock."""
+    read, write = os.pipe()
+    number = os.fork()
+    if not number:
+        with lock(folder / "lock"):
+            if not os.fork():
+                os.write(write, str(os.getpid()).encode())
+            signal.pause()
+    worker = int(os.read(read, 20))
+    try:
+        with pytest.raises(FileError, match="only one writing"), lock(folder / "lock"):
+            pass
+        os.kill(number, signal.SIGKILL)
+        os.waitpid(number, 0)
+        with lock(folder / "lock"):
+            pass
+    finally:
+        os.kill(worker, signal.SIGKILL)
 
 
 def exit_status(run: Callable[[], None]) -> int:

@@ -403,7 +403,8 @@ class Method(ABC):
             require_same_network(header["network"], method.backbone.module if method.backbone is not None else None)
             shapes = sound_shapes(header["shapes"], tensors)
             method._width, method._network = tuple(shapes["outputs"]), header["network"]
-            method._rounding = Rounding.restore(header["rounding"])
+            rounding = header["rounding"]
+            method._rounding = Rounding(*map(float, rounding)) if rounding is not None else None
             fitted = method._blank(shapes["fitted"])
             state = fitted.state_dict()
             check_tensors(path, tensors, tensors_of(state))

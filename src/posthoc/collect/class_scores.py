@@ -56,16 +56,6 @@ class Rounding(NamedTuple):
     floor: float
     unit: float
 
-    @classmethod
-    def restore(cls, saved: list[float] | None) -> Rounding | None:
-        """The rounding in the config of a saved head, checked."""
-        if saved is None:
-            return None
-        floor, unit = map(float, saved)
-        if not (0.0 < floor <= 0.5 and 0.0 <= unit <= 0.5):
-            raise ValueError(f"a floor of {floor} for probabilities rounded to {unit}")
-        return cls(floor, unit)
-
     def sum_error(self, classes: int) -> float:
         """How far the sum of a row may deviate from 1."""
         return max(SUM_ERROR, min(classes * self.unit / 2.0 * (1.0 + RANGE_ERROR), ROUNDED_SUM_ERROR))
