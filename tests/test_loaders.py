@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from posthoc import FMGP, DataError
 from posthoc.collect.loaders import iterate
 from posthoc.methods import REGISTRY
 from posthoc.methods.weights.network import NetworkBatches, NetworkMethod
-from tests.cases import QUICK, WIDTH, N, answers, in_eval, inputs, labels, mlp, numbers, same, values
+from tests.cases import QUICK, WIDTH, N, answers, in_eval, inputs, labels, mlp, numbers, recorded, same, values
 from tests.test_network import Encoder, tokens
 
 
@@ -216,6 +216,12 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "rows": lambda: Rows(inputs(), labels()),
     "rows of NumPy, in float64": lambda: Rows(inputs().double().numpy(), labels().numpy()),
     "rows of lists": lambda: Rows(inputs().tolist(), labels().tolist()),
+    "loader": lambda: DataLoader(TensorDataset(inputs(), labels()), batch_size=N),
+    "dataset": lambda: TensorDataset(inputs(), labels()),
+    "list of batches": lambda: [(inputs(), labels())],
+    "iterator": lambda: iter([[inputs(), labels()]]),
+    "float64 into a float32 network": lambda: (inputs().double().numpy(), labels().numpy()),
+    "outputs": lambda: recorded(mlp(3), inputs(), labels()),
     "mappings": lambda: Mappings(inputs(), labels()),
     "sequence": lambda: Listed(),
     "stream of rows": lambda: DataLoader(Streamed(list(zip(inputs(), labels(), strict=True))), batch_size=N),

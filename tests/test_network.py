@@ -416,24 +416,6 @@ def test_kernel_on_the_inputs_wants_one_tensor_of_them() -> None:
         FMGP(TwoInputs(), "regression", kernel=RBF(on="inputs"), **QUICK).fit((inputs(), values(N, 2), values()))
 
 
-def test_every_way_to_hand_over_data_gives_the_same_fit() -> None:
-    x, y = inputs(), values()
-    forms: dict[str, Any] = {
-        "loader": DataLoader(TensorDataset(x, y), batch_size=N),
-        "dataset": TensorDataset(x, y),
-        "list of batches": [(x, y)],
-        "iterator": iter([[x, y]]),
-        "numpy": (x.numpy(), y.numpy()),
-        "float64 numpy into a float32 network": (x.double().numpy(), y.numpy()),
-        "flat targets": (x, y.squeeze(1)),
-        "mapping": {"input": x, "y": y},
-        "outputs": recorded(mlp(), x, y),
-    }
-    expected = numbers(FMGP(mlp(), "regression", **QUICK).fit((x, y)))
-    for name, data in forms.items():
-        assert same(numbers(FMGP(mlp(), "regression", **QUICK).fit(data)), expected), name
-
-
 @pytest.mark.parametrize("task", ["regression", "classification"])
 def test_predictions_of_batch_loader_dataset_and_outputs_agree(task: str) -> None:
     model = mlp(3)
