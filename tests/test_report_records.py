@@ -1,16 +1,31 @@
-"""Reading a folder of results: both kinds of documents, and all that may be in such a folder beside them."""
+"""Reading a folder of results: both kinds of documents, what else is in such a folder, and means over seeds."""
 
 from __future__ import annotations
 
 import json
+import statistics
 
 import numpy as np
 import pytest
 
 from posthoc.errors import FileError
+from posthoc.evaluate.report.charts import mean_curve, pooled_reliability
 from posthoc.evaluate.report.records import read_curves
-from posthoc.evaluate.report.summary import read_results
+from posthoc.evaluate.report.summary import estimate, natural, read_results
+from posthoc.evaluate.report.tables import columns_of, places_of
 from tests.report_cases import compared, document, write
+
+
+def only_case(folder):
+    (experiment,) = read_results(folder).experiments
+    return experiment.cases[0]
+
+
+def three_seeds(folder, method, values):
+    for seed, value in enumerate(values):
+        problem = "not a finite number: nll" if value is None else None
+        metrics = {"nll": value, "accuracy": 0.9 + (value or 0.0) / 10}
+        write(folder, document(method=method, seed=seed, metrics=metrics, problem=problem))
 
 
 def test_both_kinds_of_documents_are_read_alike(tmp_path):
@@ -31,33 +46,28 @@ def test_both_kinds_of_documents_are_read_alike(tmp_path):
     assert at_root.seed == 4
 
 
-def test_other_files_are_left_out_and_told_of(tmp_path):
+def test_other_files_are_left_out_and_named_with_the_reason(tmp_path):
     write(tmp_path, document())
     texts = {
-        "broken.json": '{"method": "map", "se',
-        "list.json": "[1, 2]",
-        "foreign.json": '{"name": "something else"}',
-        "bytes.json": "\udcff",
-        "deep.json": "[" * 200_000,
-        "old.json": json.dumps(document(format=0)),
-        "words.json": json.dumps(document(seed=7, metrics={"nll": "low"})),
-        "neither.json": json.dumps({"method": "map", "seed": 0, "task": "regression"}),
-        "flag.json": json.dumps(document(seed=True)),
-        "task.json": json.dumps(compared(task=[])),
+        "broken.json": ('{"method": "map", "se', "not JSON"),
+        "bytes.json": ("\udcff", "not JSON"),
+        "deep.json": ("[" * 200_000, "not JSON"),
+        "list.json": ("[1, 2]", "not the document of a run"),
+        "foreign.json": ('{"name": "something else"}', "not the document of a run"),
+        "flag.json": (json.dumps(document(seed=True)), "not the document of a run"),
+        "task.json": (json.dumps(compared(task=[])), "not the document of a run"),
+        "old.json": (json.dumps(document(format=0)), "its format is 0"),
+        "words.json": (json.dumps(document(seed=7, metrics={"nll": "low"})), "its metrics are not numbers"),
+        "neither.json": (json.dumps({"method": "map", "seed": 0, "task": "regression"}), "neither of an experiment"),
     }
-    for name, content in texts.items():
+    for name, (content, _) in texts.items():
         (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
     (tmp_path / ".map-0.json.tmp.json").write_text("half of a run that is being written")
     (tmp_path / "table.csv").write_text("method,nll")
     found = read_results(tmp_path)
     assert [record.path for record in found.records] == ["toy/map-0.json"]
     assert sorted(warning.split()[0] for warning in found.warnings) == sorted(texts)
-    reasons = {warning.split()[0]: warning for warning in found.warnings}
-    assert "not JSON" in reasons["broken.json"]
-    assert "not JSON" in reasons["bytes.json"]
-    assert "not the document of a run" in reasons["foreign.json"]
-    assert "format is 0" in reasons["old.json"]
-    assert "metrics" in reasons["words.json"]
+    assert all(texts[warning.split()[0]][1] in warning for warning in found.warnings)
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
@@ -83,7 +93,7 @@ def test_two_documents_of_one_run_and_two_tasks_are_refused(tmp_path):
         read_results(tmp_path / "new")
 
 
-def test_what_was_thrown_together_is_told(tmp_path):
+def test_runs_that_do_not_belong_together_are_named(tmp_path):
     write(tmp_path, document())
     assert read_results(tmp_path).warnings == ()
     write(tmp_path, document(seed=1, versions={"posthoc": "0.2.0"}))
@@ -91,10 +101,9 @@ def test_what_was_thrown_together_is_told(tmp_path):
     versions, quick = read_results(tmp_path).warnings
     assert "several versions of posthoc (2 of 0.1.0, 1 of 0.2.0)" in versions
     assert "1 quick runs" in quick
-    write(tmp_path, document(experiment="other", configuration={"data": {"test": "some"}}))
-    write(tmp_path, document(experiment="other", seed=1, configuration={"data": {"test": "others"}}))
-    write(tmp_path, document(experiment="third", configuration={"data": {"sha256": "12"}}))
-    write(tmp_path, document(experiment="third", seed=1, configuration={"data": {"sha256": "34"}}))
+    for seed, test, digest in ((0, "some", "12"), (1, "others", "34")):
+        write(tmp_path, document(experiment="other", seed=seed, configuration={"data": {"test": test}}))
+        write(tmp_path, document(experiment="third", seed=seed, configuration={"data": {"sha256": digest}}))
     assert [warning for warning in read_results(tmp_path).warnings if "different data" in warning] == [
         "other mixes runs on different data: see how it was run."
     ]
@@ -118,12 +127,8 @@ def test_a_run_that_came_to_nothing_is_kept_and_says_why(tmp_path, run, problem)
     (tmp_path / "run-0.json").write_text(json.dumps(run))
     (record,) = read_results(tmp_path).records
     assert record.problem == problem
-    assert all(value == value and abs(value) < 1e300 for value in record.figures.values())
-
-
-def test_a_method_that_does_not_apply_says_so(tmp_path):
-    (tmp_path / "run-0.json").write_text(json.dumps(compared(error="for regression", applies=False)))
-    assert not read_results(tmp_path).records[0].applies
+    assert record.applies
+    assert all(abs(value) < 1e300 for value in record.figures.values())
 
 
 def test_curves_are_read_or_named(tmp_path):
@@ -148,3 +153,91 @@ def test_curves_are_read_or_named(tmp_path):
         assert read_curves({"entropy": wrong})[2] == ["entropy"]
     write(tmp_path, document(curves={"entropy": 3}))
     assert read_results(tmp_path).warnings == ("toy/map-0.json: its curve entropy cannot be drawn.",)
+
+
+# Means over seeds.
+
+
+def test_mean_and_standard_error():
+    found = estimate([1.0, 2.0, 4.0], [0.1, 0.1, 0.1])
+    assert found.mean == pytest.approx(7 / 3)
+    assert found.error == pytest.approx(statistics.stdev([1.0, 2.0, 4.0]) / 3**0.5)
+    assert (estimate([5.0]).error, estimate([5.0]).count) == (None, 1)
+    assert estimate([5.0], [0.01]).error == 0.01  # that of the test set
+    assert estimate([1e9 + 1, 1e9 + 2, 1e9 + 3]).error == pytest.approx(1 / 3**0.5)
+
+
+def test_runs_with_a_problem_are_kept_and_left_out_of_the_means(tmp_path):
+    three_seeds(tmp_path, "map", [0.5, 0.6, 0.7])
+    three_seeds(tmp_path, "fmgp", [0.1, None, 0.3])
+    write(tmp_path, document(method="ella", metrics={"nll": None}, problem="not a finite number: nll"))
+    case = only_case(tmp_path)
+    bare, ella, ours = case.methods
+    assert [method.method for method in case.methods] == ["map", "ella", "fmgp"]
+    assert ours.estimates["nll"].mean == pytest.approx(0.2)
+    assert ours.estimates["nll"].error == pytest.approx(0.1)
+    assert ours.estimates["accuracy"].count == 2
+    assert [run.seed for run in ours.excluded] == [1]
+    assert (bare.excluded, bare.missing, bare.estimates["nll"].count) == ([], [], 3)
+    assert (ella.counted, ella.missing, ella.estimates) == ([], [1, 2], {})
+    assert case.notes() == [
+        "ella, seed 0 (left out of the means): not a finite number: nll",
+        "ella: no run with seed 1, 2",
+        "fmgp, seed 1 (left out of the means): not a finite number: nll",
+    ]
+
+
+def test_cases_and_methods_are_in_the_order_people_expect(tmp_path):
+    for case in ("resnet110", "resnet20", "resnet56"):
+        for method in ("fmgp", "fmgp-paper", "zeta", "laplace-kfac", "laplace", "map"):
+            write(tmp_path, document(case=case, method=method))
+    (experiment,) = read_results(tmp_path).experiments
+    assert [case.case for case in experiment.cases] == ["resnet20", "resnet56", "resnet110"]
+    assert list(experiment.numbers) == ["map", "laplace", "laplace-kfac", "zeta", "fmgp", "fmgp-paper"]
+    assert sorted(["0.5", "0.25", "1", "x²", "10 a", "9 b"], key=natural) == ["0.25", "0.5", "1", "9 b", "10 a", "x²"]
+
+
+def test_columns_and_their_first_two_places(tmp_path):
+    nll = {"map": 0.30001, "temperature": 0.30002, "ella": 0.4, "fmgp": 0.5}
+    coverage = {"map": 0.85, "temperature": 0.93, "ella": 0.91, "fmgp": 0.5}
+    for method in nll:
+        metrics = {"nll": nll[method], "coverage_90": coverage[method], "width_90": nll[method], "cqm": 0.1}
+        write(tmp_path, document(method=method, metrics=metrics | {"amplitude": 2.0, "mae": 1.0}))
+    case = only_case(tmp_path)
+    main, further = columns_of(case.figures)
+    named = ["nll", "cqm", "coverage_90", "width_90", "amplitude"]
+    assert [column.figure for column in main] == [*named, "fit_seconds", "predict_seconds"]
+    assert [column.heading for column in main[:4]] == ["NLL ↓", "CQM ↓", "cover 90 % → 0.9", "width 90 %"]
+    assert [column.figure for column in further] == ["mae"]
+    places = {column.figure: places_of(column, case.estimates(column.figure)) for column in main}
+    assert places["nll"] == {"map": 1, "temperature": 1}  # written the same
+    assert places["coverage_90"] == {"ella": 1, "temperature": 2}
+    assert places["cqm"] == places["width_90"] == places["amplitude"] == {}
+
+
+def test_data_are_named_in_words_and_once(tmp_path):
+    for seed in (0, 1):
+        data = {"train": {"source": "flights", "rows": 10}, "sha256": str(seed)}
+        write(tmp_path, document(seed=seed, configuration={"data": data}))
+    assert only_case(tmp_path).sources == ["train: source: flights; rows: 10"]
+
+
+def arrays(**columns):
+    return {name: np.array(values) for name, values in columns.items()}
+
+
+def test_reliability_is_pooled_by_the_points_of_each_bin():
+    first = arrays(confidence=[0.2, 0.8], accuracy=[0.0, 0.5], share=[0.25, 0.75])
+    second = arrays(confidence=[np.nan, 0.6], accuracy=[np.nan, 1.0], share=[0.0, 1.0])
+    pooled = pooled_reliability([first, second])
+    assert pooled["share"] == pytest.approx([0.125, 0.875])
+    assert pooled["confidence"] == pytest.approx([0.2, (0.75 * 0.8 + 0.6) / 1.75])
+    assert pooled["accuracy"] == pytest.approx([0.0, (0.75 * 0.5 + 1.0) / 1.75])
+
+
+def test_curves_are_averaged_where_they_are_along_the_same_places():
+    curves = [arrays(x=[0.0, 1.0], y=[1.0, np.nan]), arrays(x=[0.0, 1.0], y=[3.0, 5.0]), arrays(x=[0.0, 2.0], y=[9, 9])]
+    means, errors = mean_curve(curves, "x")
+    assert means["x"].tolist() == [0.0, 1.0]
+    assert means["y"].tolist() == [2.0, 5.0]
+    assert errors["y"] == pytest.approx([1.0, 0.0])
