@@ -114,12 +114,10 @@ def kept_error(call: Callable[[], Any]) -> Iterator[BaseException]:
         torch.set_grad_enabled(True)
 
 
-def hold_lock(folder: str) -> None:
-    """Hold the lock `folder/lock` and say so by the file `folder/ready`, for a test that ends this process."""
-    import fcntl
-    import time
+def hold_open(path: str) -> None:
+    """Write to a named pipe and keep it open until this process is ended."""
+    import signal
 
-    with open(f"{folder}/lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        open(f"{folder}/ready", "w").close()
-        time.sleep(600)
+    with open(path, "wb", buffering=0) as pipe:
+        pipe.write(b"1")
+        signal.pause()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import csv
-import fcntl
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -165,15 +163,6 @@ def test_regression():
     assert {"nll", "crps", "cqm"} <= found["map"].figures.keys()
 
 
-def test_files_serve_as_data(tmp_path):
-    data = classified()
-    save_outputs(data, tmp_path / "data.npz")
-    found = compare(None, f"{tmp_path}/data.npz[:100]", tmp_path / "data.npz", "map")
-    assert found["map"].figures["accuracy"] == pytest.approx(
-        float((data.outputs.argmax(-1) == data.targets).double().mean())
-    )
-
-
 def test_all_is_every_method_of_the_registry():
     data = recorded(mlp(1), inputs(), values())
     found = compare(None, data, data)
@@ -250,26 +239,24 @@ def test_the_task_is_known_from_targets_and_outputs():
 
 # The table.
 
-LOW, HIGH = (Column("a", "A", "{:.2f}".format, best) for best in (-math.inf, math.inf))
 
-
-def estimates(**values: float) -> dict[str, Estimate]:
-    return {name: Estimate(value) for name, value in values.items()}
-
-
-def test_best_and_second_best():
-    three = estimates(x=0.3, y=0.1, z=0.2)
-    assert places_of(LOW, three) == {"y": 1, "z": 2}
-    assert places_of(HIGH, three) == {"x": 1, "z": 2}
-    assert places_of(Column("a", "A", digits, 0.22), three) == {"z": 1, "x": 2}
-    assert places_of(Column("a", "A"), three) == {}
-
-
-def test_what_is_written_the_same_shares_a_place():
-    assert places_of(LOW, estimates(x=0.101, y=0.102, z=0.2, w=0.3)) == {"x": 1, "y": 1}
-    assert places_of(LOW, estimates(x=0.1, y=0.201, z=0.2, w=0.3)) == {"x": 1, "y": 2, "z": 2}
-    assert places_of(LOW, estimates(x=0.101, y=0.102)) == {}
-    assert places_of(LOW, estimates(x=0.1, y=math.nan, z=math.inf)) == {"x": 1, "z": 2}
+@pytest.mark.parametrize(
+    ("best", "values", "places"),
+    [
+        (-math.inf, {"x": 0.3, "y": 0.1, "z": 0.2}, {"y": 1, "z": 2}),
+        (math.inf, {"x": 0.3, "y": 0.1, "z": 0.2}, {"x": 1, "z": 2}),
+        (0.22, {"x": 0.3, "y": 0.1, "z": 0.2}, {"z": 1, "x": 2}),
+        (None, {"x": 0.3, "y": 0.1, "z": 0.2}, {}),
+        # What is written the same shares a place.
+        (-math.inf, {"x": 0.101, "y": 0.102, "z": 0.2, "w": 0.3}, {"x": 1, "y": 1}),
+        (-math.inf, {"x": 0.1, "y": 0.201, "z": 0.2, "w": 0.3}, {"x": 1, "y": 2, "z": 2}),
+        (-math.inf, {"x": 0.101, "y": 0.102}, {}),
+        (-math.inf, {"x": 0.1, "y": math.nan, "z": math.inf}, {"x": 1, "z": 2}),
+    ],
+)
+def test_best_and_second_best(best, values, places):
+    column = Column("a", "A", "{:.2f}".format, best)
+    assert places_of(column, {name: Estimate(value) for name, value in values.items()}) == places
 
 
 def test_tables_for_the_screen_for_a_page_and_for_a_program():
@@ -300,12 +287,8 @@ def test_tables_for_the_screen_for_a_page_and_for_a_program():
 
 
 def test_figures_in_the_users_units_have_four_digits():
-    assert [digits(v) for v in (0.00212045, 4.5, 45678.9, 1.23456e9)] == [
-        "0.002120",
-        "4.500",
-        "45,679",
-        "1.235e+09",
-    ]
+    values = (0.00212045, 4.5, 45678.9, 1.23456e9)
+    assert [digits(value) for value in values] == ["0.002120", "4.500", "45,679", "1.235e+09"]
 
 
 def test_every_figure_has_a_column_and_most_an_error():
@@ -366,35 +349,36 @@ def test_command_in_processes_of_their_own(folder: Path, monkeypatch: pytest.Mon
     assert set(os.listdir(folder / "r/s")) == {"temperature-0.json", "table.md", "table.csv"}
 
 
-def test_command_writes_tables_of_what_it_prints(folder: Path) -> None:
-    out = posthoc("reals.npz", "--test", "reals.npz", "-o", "r", "--methods", "map,temperature", "--seed", "3")
+def test_command_writes_tables_and_takes_options_for_each_method(folder: Path) -> None:
+    (folder / "c.toml").write_text('[fmgp]\nsteps = 3\nnum_inducing = 5\n[fmgp.kernel]\ntype = "matern"\n')
+    out = posthoc("reals.npz", "--test", "reals.npz", "-o", "r", "--methods", "fmgp,temperature", "--seed", "3",
+                  "--config", "c.toml", "--set", "fmgp.steps=4", "--set", "fmgp.alpha=1.0")  # fmt: skip
     table = (folder / "r/table.md").read_text()
-    row = json.loads((folder / "r/map-3.json").read_text())
+    row = json.loads((folder / "r/fmgp-3.json").read_text())
     assert f"{row['nll']:.4f}" in out
     assert f"{row['nll']:.4f}" in table
     assert "- temperature (does not apply): temperature is for classification" in table
     (line,) = csv.DictReader((folder / "r/table.csv").read_text().splitlines())
     assert float(line["crps"]) == row["crps"]
-
-
-def test_command_takes_options_for_each_method(folder: Path) -> None:
-    (folder / "c.toml").write_text('[fmgp]\nsteps = 3\nnum_inducing = 5\n[fmgp.kernel]\ntype = "matern"\n')
-    posthoc("train.npz", "--test", "test.npz", "-o", "r", "--methods", "map,fmgp", "--config", "c.toml", "--set",
-            "fmgp.steps=4", "--set", "fmgp.seed=6")  # fmt: skip
-    options = json.loads((folder / "r/fmgp-0.json").read_text())["configuration"]["options"]
-    assert options["num_inducing"] == 5
+    options = row["configuration"]["options"]
+    assert [options[name] for name in ("num_inducing", "steps", "seed", "alpha")] == [5, 4, 3, 1.0]
     assert options["kernel"]["type"] == "matern"
-    assert options["steps"] == 4
-    assert options["seed"] == 6
 
 
 def test_command_keeps_failures_and_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: object, job: object) -> None:
         raise ZeroDivisionError("one over nothing")
 
+    def killed(function: Any, name: str, *args: Any) -> Any:
+        if name == "vector":
+            raise BrokenProcessPool
+        return function(name, *args)
+
     monkeypatch.setattr(Temperature, "_fit", fail)
-    out = posthoc("train.npz", "--test", "test.npz", "-o", "r", "--methods", "temperature,map")
+    monkeypatch.setattr(command, "in_fresh_process", killed)
+    out = posthoc("train.npz", "--test", "test.npz", "-o", "r", "--methods", "temperature,vector,map")
     assert "temperature (failed): ZeroDivisionError: one over nothing" in out
+    assert "vector (failed): its process was killed" in out
     assert "Traceback" not in out
     record = json.loads((folder / "r/temperature-0.json").read_text())
     assert record["error"] == "ZeroDivisionError: one over nothing"
@@ -403,43 +387,26 @@ def test_command_keeps_failures_and_goes_on(folder: Path, monkeypatch: pytest.Mo
     assert "nll" in json.loads((folder / "r/map-0.json").read_text())
 
 
-def test_command_outlives_a_method_that_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(function: Any, name: str, *args: Any) -> Any:
-        if name == "temperature":
-            raise BrokenProcessPool
-        return function(name, *args)
-
-    monkeypatch.setattr(command, "in_fresh_process", killed)
-    out = posthoc("train.npz", "--test", "test.npz", "-o", "r", "--methods", "temperature,map")
-    assert "temperature (failed): its process was killed" in out
-    assert "map" in (folder / "r/table.md").read_text()
-
-
 def test_a_process_that_is_killed_is_noticed():
     with pytest.raises(BrokenProcessPool):
         command.in_fresh_process(os._exit, 9)
 
 
-def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_a_process_ends_with_its_parent(tmp_path: Path, end: signal.Signals) -> None:
+    os.mkfifo(tmp_path / "pipe")
     code = (
-        "import time\n"
         "from posthoc.cli.compare import in_fresh_process\n"
-        "from tests.cases import hold_lock\n"
-        f"if __name__ == '__main__': in_fresh_process(hold_lock, {str(tmp_path)!r})"
+        "from tests.cases import hold_open\n"
+        f"if __name__ == '__main__': in_fresh_process(hold_open, {str(tmp_path / 'pipe')!r})"
     )
     (tmp_path / "parent.py").write_text(code)
-    for end in (signal.SIGKILL, signal.SIGINT):
-        root = str(Path(__file__).parent.parent)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, root])}
-        with subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], env=environment, stderr=-3) as parent:
-            deadline = time.monotonic() + 60
-            while not (tmp_path / "ready").exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            os.kill(parent.pid, end)
-        with (tmp_path / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # waits until the child has ended
-        (tmp_path / "ready").unlink()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent.parent)])}
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], env=environment, stderr=-3)
+    with parent, (tmp_path / "pipe").open("rb") as pipe:  # waits for the child
+        assert pipe.read(1)
+        parent.send_signal(end)
+        assert pipe.read() == b""  # waits until the child has ended
 
 
 def test_command_says_so_where_nothing_applies(folder: Path) -> None:
@@ -491,7 +458,10 @@ def test_bad_input_is_told_before_the_work(folder: Path, arguments: str, message
     assert (folder / "taken/table.md").read_text() == "mine"
 
 
-def test_force_replaces_results(folder: Path) -> None:
+def test_files_serve_as_data_and_force_replaces_results(folder: Path) -> None:
+    found, test = compare(None, "train.npz[:40]", folder / "test.npz", "map"), classified(60, seed=1)
+    hits = (test.outputs.argmax(-1) == test.targets).double()
+    assert found["map"].figures["accuracy"] == pytest.approx(float(hits.mean()))
     line = ("train.npz", "--test", "test.npz", "-o", "r", "--methods", "map")
     posthoc(*line)
     (folder / "r/map-0.json").write_text("old")
