@@ -18,23 +18,10 @@ from posthoc.predictive.base import LatentGaussian
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.conformal import Conformal
 from posthoc.predictive.regression import RegressionPredictive
+from tests.test_metrics import CLASS_UNCERTAINTIES, class_case, real_case
 
 DOUBLE = torch.float64
 PAGE = (Path(__file__).parent.parent / "docs" / "decisions.md").read_text()
-
-
-def reals(n: int = 50, outputs: int | None = None) -> RegressionPredictive:
-    g = torch.Generator().manual_seed(0)
-    shape = (n,) if outputs is None else (n, outputs)
-    mean, latent, noise = (torch.randn(shape, generator=g, dtype=DOUBLE) for _ in range(3))
-    return RegressionPredictive(LatentGaussian(mean, latent.exp()), noise.exp())
-
-
-def classes(n: int = 50) -> ClassificationPredictive:
-    g = torch.Generator().manual_seed(1)
-    logits = 3.0 * torch.randn(n, 4, generator=g)
-    variance = torch.rand(n, 4, generator=g)
-    return ClassificationPredictive(LatentGaussian(logits, variance), logits.log_softmax(-1), torch.ones(()))
 
 
 def with_std(std: list[float]) -> RegressionPredictive:
@@ -61,31 +48,26 @@ def test_as_many_rows_as_the_budget_allows_also_if_many_are_equal(stds, percent)
 
 @pytest.mark.parametrize(
     ("budget", "count"),
-    [(0.29, 29), (0.57, 57), (0.1, 10), (0.999, 99), (0.0, 0), (1.0, 100), (0, 0), (1, 1), (7, 7), (500, 100)],
+    [
+        *((0.29, 29), (0.57, 57), (0.1, 10), (0.999, 99), (0.0, 0), (1.0, 100), (0, 0), (1, 1), (500, 100)),
+        *((np.float64(0.29), 29), (np.int64(29), 29), (torch.tensor(29), 29), (torch.tensor(0.29, dtype=DOUBLE), 29)),
+    ],
 )
 def test_a_share_is_rounded_down_and_an_integer_is_a_number_of_rows(budget, count):
-    deferred = reals(100).defer(budget)
-    assert deferred.dtype == torch.bool
-    assert deferred.shape == (100,)
-    assert deferred.sum() == count
-
-
-def test_numbers_of_other_libraries_are_numbers():
-    pred = reals(100)
-    for budget in (np.float64(0.29), np.int64(29), torch.tensor(29), torch.tensor(0.29, dtype=DOUBLE)):
-        assert torch.equal(pred.defer(budget), pred.defer(29))
+    deferred = real_case(100)[0].defer(budget)
+    assert (deferred.dtype, deferred.shape, deferred.sum()) == (torch.bool, (100,), count)
 
 
 @pytest.mark.parametrize("budget", [-0.1, 1.5, math.nan, math.inf, -1])
 def test_impossible_budgets_are_refused(budget):
     with pytest.raises(OptionError, match=r"share of the rows from 0\.0 to 1\.0, or a number of rows, got"):
-        reals().defer(budget)
+        real_case()[0].defer(budget)
 
 
-def test_either_a_budget_or_a_threshold():
-    for options in ({}, {"budget": 0.1, "threshold": 1.0}, {"threshold": math.nan}):
-        with pytest.raises(OptionError, match="either a budget or a threshold"):
-            reals().defer(**options)
+@pytest.mark.parametrize("options", [{}, {"budget": 0.1, "threshold": 1.0}, {"threshold": math.nan}])
+def test_either_a_budget_or_a_threshold(options):
+    with pytest.raises(OptionError, match="either a budget or a threshold"):
+        real_case()[0].defer(**options)
 
 
 def test_a_threshold_defers_what_lies_above_it_in_any_batch():
@@ -94,44 +76,36 @@ def test_a_threshold_defers_what_lies_above_it_in_any_batch():
     assert [bool(pred[i].defer(threshold=2.0)) for i in range(5)] == [False, True, False, True, True]
     assert pred.defer(threshold=math.inf).tolist() == [False, False, False, False, True]
     assert pred.defer(2).tolist() == [False, True, False, False, True]
-
-
-def test_a_quantile_of_the_uncertainty_is_the_threshold_of_a_budget():
-    pred = classes(1000)
-    threshold = float(pred.uncertainty().quantile(0.9))
-    assert torch.equal(pred.defer(threshold=threshold), pred.defer(0.1))
+    classes, _ = class_case(1000)
+    assert torch.equal(classes.defer(threshold=float(classes.uncertainty().quantile(0.9))), classes.defer(0.1))
 
 
 def test_uncertainties_by_name():
-    pred = classes()
-    p = pred.latent.mean.double().softmax(-1)
+    pred, _ = class_case()
+    p = pred.probs
     expected = {
         "entropy": -(p * p.log()).sum(-1),
-        "least_confidence": 1.0 - p.max(-1).values,
-        "variance": pred.latent.variance.double().mean(-1),
-        "mutual_information": pred.mutual_information().double(),
+        "least_confidence": 1.0 - p.amax(-1),
+        "variance": pred.latent.variance.mean(-1),
+        "mutual_information": pred.mutual_information(),
     }
+    assert tuple(expected) == CLASS_UNCERTAINTIES
     for by, score in expected.items():
-        found = pred.uncertainty(by)
-        assert found.dtype == DOUBLE
-        torch.testing.assert_close(found, score, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(pred.uncertainty(by), score)
         assert pred.defer(10, by=by).tolist() == slow(score.tolist(), 10)
     assert torch.equal(pred.uncertainty(), pred.uncertainty("entropy"))
     assert len({tuple(pred.defer(10, by=by).tolist()) for by in expected}) > 1
 
 
-@pytest.mark.parametrize("outputs", [None, 1, 3])
+@pytest.mark.parametrize("outputs", [1, 3])
 def test_regression_goes_by_the_standard_deviation_of_all_outputs(outputs):
-    pred = reals(outputs=outputs)
-    variance = (pred.latent_variance + pred.noise).reshape(50, -1).mean(-1)
+    pred, _ = real_case(outputs=outputs)
+    variance = (pred.latent_variance + pred.noise).mean(-1)
     torch.testing.assert_close(pred.uncertainty(), variance.sqrt())
     torch.testing.assert_close(pred.uncertainty("variance"), variance)
-    assert pred.defer(0.2).tolist() == slow(variance.tolist(), 10)
-
-
-def test_a_function_of_the_predictions_is_an_uncertainty():
-    pred = reals()
-    assert pred.defer(5, by=lambda p: -p.noise).tolist() == slow((-pred.noise).tolist(), 5)
+    assert pred.defer(0.2).tolist() == slow(variance.tolist(), 12)
+    mean = pred.mean[:, 0]
+    assert pred.defer(5, by=lambda p: p.mean[:, 0]).tolist() == slow(mean.tolist(), 5)  # a function of the predictions
 
 
 def test_very_sure_predictions_have_an_order():
@@ -144,7 +118,7 @@ def test_very_sure_predictions_have_an_order():
 
 
 def test_many_classes_are_worked_out_some_rows_at_a_time(monkeypatch):
-    pred = classes(49)
+    pred, _ = class_case(49)
     whole = pred.uncertainty()
     monkeypatch.setattr("posthoc.predictive.base.rows_that_fit", lambda numbers: 3)
     assert torch.equal(pred.uncertainty(), whole)
@@ -152,27 +126,20 @@ def test_many_classes_are_worked_out_some_rows_at_a_time(monkeypatch):
 
 def test_unknown_names_and_the_other_tasks_are_refused():
     with pytest.raises(OptionError, match=r"'entropy', 'least_confidence', .* got 'doubt'"):
-        classes().defer(0.1, by="doubt")
-    with pytest.raises(WrongTaskError, match="RegressionPredictive has no entropy: that is for classification"):
-        reals().defer(0.1, by="entropy")
-    with pytest.raises(WrongTaskError, match="no mutual_information: that is for classification"):
-        reals().defer(0.1, by="mutual_information")
-
-
-def test_no_rows_are_no_rows():
-    assert reals()[:0].defer(0.5).shape == classes()[:0].defer(3).shape == (0,)
+        class_case()[0].defer(0.1, by="doubt")
+    for by in ("entropy", "mutual_information"):
+        with pytest.raises(WrongTaskError, match=f"A RegressionPredictive has no {by}"):
+            real_case()[0].defer(0.1, by=by)
 
 
 @pytest.mark.parametrize("by", ["entropy", "least_confidence"])
 def test_what_is_kept_has_the_risk_that_the_curve_says(by):
-    pred = classes(400)
-    y = torch.randint(4, (400,), generator=torch.Generator().manual_seed(2))
-    risks = []
-    for count in range(400):
-        kept = ~pred.defer(count, by=by)
-        risks.append(float((pred.labels != y)[kept].double().mean()))
-    torch.testing.assert_close(risk_coverage(pred, y, by)[1], torch.tensor(risks, dtype=DOUBLE).flip(0))
-    torch.testing.assert_close(float(aurc(pred, y, by)), float(np.mean(risks)))
+    pred, y = class_case(400)
+    wrong = (pred.labels != y).double()
+    risks = torch.stack([wrong[~pred.defer(count, by=by)].mean() for count in range(400)])
+    torch.testing.assert_close(risk_coverage(pred, y, by)[1], risks.flip(0))
+    torch.testing.assert_close(aurc(pred, y, by), risks.mean())
+    assert pred[:0].defer(0.5).shape == (0,)
 
 
 def test_the_page_runs(tmp_path, monkeypatch):

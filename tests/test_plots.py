@@ -11,9 +11,6 @@ import torch
 from posthoc import MissingExtraError, OptionError, WrongTaskError, plots
 from tests.test_metrics import class_case, real_case
 
-CLASSES = (plots.reliability_diagram, plots.risk_coverage, plots.entropy_histogram)
-REALS = (plots.intervals, plots.quantile_calibration, plots.risk_coverage)
-
 
 @pytest.fixture(autouse=True)
 def pyplot():
@@ -26,23 +23,22 @@ def pyplot():
     pyplot.close("all")
 
 
-@pytest.mark.parametrize("draw", CLASSES)
-def test_plots_of_classes_draw_into_the_axes_they_are_given(draw, pyplot):
-    pred, y = class_case(200)
+@pytest.mark.parametrize(
+    ("draw", "case"),
+    [
+        *((draw, class_case) for draw in (plots.reliability_diagram, plots.risk_coverage, plots.entropy_histogram)),
+        *((draw, real_case) for draw in (plots.intervals, plots.quantile_calibration, plots.risk_coverage)),
+    ],
+)
+def test_plots_draw_into_the_axes_they_are_given(draw, case, pyplot):
+    pred, y = case(200)
     _, (left, right) = pyplot.subplots(1, 2)
     assert draw(pred, y, left) is left
     assert left.has_data()
     assert left.get_xlabel()
+    assert left.get_ylabel()
     assert not right.has_data()
     assert draw(pred, y).figure is not left.figure
-
-
-@pytest.mark.parametrize("draw", REALS)
-def test_plots_of_a_regression_draw_into_the_axes_they_are_given(draw, pyplot):
-    pred, y = real_case(200, outputs=2)
-    ax = pyplot.subplots()[1]
-    assert draw(pred, y, ax=ax) is ax
-    assert ax.has_data()
 
 
 def test_predictions_draw_their_usual_plot():
