@@ -460,8 +460,8 @@ def test_bad_input_is_told_before_the_work(folder: Path, arguments: str, message
 
 def test_files_serve_as_data_and_force_replaces_results(folder: Path) -> None:
     found, test = compare(None, "train.npz[:40]", folder / "test.npz", "map"), classified(60, seed=1)
-    hits = (test.outputs.argmax(-1) == test.targets).double()
-    assert found["map"].figures["accuracy"] == pytest.approx(float(hits.mean()))
+    hits = torch.eq(test.outputs.argmax(-1), test.targets)
+    assert found["map"].figures["accuracy"] == pytest.approx(float(hits.double().mean()))
     line = ("train.npz", "--test", "test.npz", "-o", "r", "--methods", "map")
     posthoc(*line)
     (folder / "r/map-0.json").write_text("old")

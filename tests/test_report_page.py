@@ -216,11 +216,12 @@ def test_strange_curves_can_be_drawn(tmp_path):
     curves["error_bars"]["high"][:2] = [1e300, None]
     curves["risk_coverage"]["risk"] = [5.0] * 50
     curves["lines"] = {"severity": {"x": [1.0], "nll": [1e-9]}, "all": {"x": [1, 2], "nll": [None, None]}}
+    curves["lines"]["band"] = {"x": [1.0, 2.0], "risk": [0.1, 0.2]}  # a name of other curves
     curves["reliability"] = {"confidence": [0.5, None], "accuracy": [1.0, None], "share": [1, 0], "count": [3, 0]}
     curves["entropy"] = {"edges": [0, 1, 2], "in": [0, 0], "out": [None, None]}
     write(tmp_path, document(task="regression", curves=curves))
     page = page_of(tmp_path)
-    assert len(Tree(page).all("svg", role="img")) == 7
+    assert len(Tree(page).all("svg", role="img")) == 8
     paths = " ".join(re.findall(r' d="([^"]*)"', page)).lower()
     assert "nan" not in paths
     assert "inf" not in paths

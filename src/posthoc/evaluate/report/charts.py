@@ -117,8 +117,8 @@ def blocks_of(case: CaseSummary, numbers: Mapping[str, int], name: str) -> list[
 def line_charts(case: CaseSummary, numbers: Mapping[str, int]) -> Iterator[tuple[str, str, Draw]]:
     """Title, description and drawing of charts with a line a method: figures along rotations, severities or whatever
     else, coverage by level, and risk by coverage."""
-    lines = [line for method in case.methods for run in method.counted for line in run.lines.items()]
-    along = dict.fromkeys((name, y) for name, line in lines for y in line if y != "x")
+    every = [line for method in case.methods for run in method.counted for line in run.lines.items()]
+    along = dict.fromkeys((name, y) for name, line in every for y in line if y != "x")
     risk = "error rate" if case.task == "classification" else "mean squared error"
     kinds = [(f"{column_of(y).title} by {name}", name, column_of(y).title, name, "x", y) for name, y in along]
     kinds += [
@@ -126,13 +126,15 @@ def line_charts(case: CaseSummary, numbers: Mapping[str, int]) -> Iterator[tuple
         ("Risk and coverage", "share of rows kept, the most certain first", risk, "risk_coverage", "coverage", "risk"),
     ]
     for title, xlabel, ylabel, name, x, y in kinds:
-        having = [(m, curves) for m in case.methods if (curves := [c for c in curves_of(m, name) if y in c])]
-        means = {method.method: mean_curve(curves, x) for method, curves in having}
-        drawn = {numbers[m]: (mean[x], mean[y], error[y] if x == "x" else None) for m, (mean, error) in means.items()}
+        drawn = {}
+        for method in case.methods:
+            if curves := [curve for curve in curves_of(method, name, lines=x == "x") if y in curve]:
+                mean, error = mean_curve(curves, x)
+                drawn[method.title, numbers[method.method]] = (mean[x], mean[y], error[y] if x == "x" else None)
         if drawn:
-            titles = ", ".join(method.title for method, _ in having)
-            label = f"A line for each of {titles}; {ylabel} against {xlabel}."
-            yield title, label, partial(draw_lines, lines=drawn, kind=name, xlabel=xlabel, ylabel=ylabel)
+            label = f"A line for each of {', '.join(title for title, _ in drawn)}; {ylabel} against {xlabel}."
+            lines = {number: line for (_, number), line in drawn.items()}
+            yield title, label, partial(draw_lines, lines=lines, kind=name, xlabel=xlabel, ylabel=ylabel)
 
 
 def draw_lines(ax: Axes, lines: Mapping[int, tuple[Any, Any, Any]], kind: str, xlabel: str, ylabel: str) -> None:
@@ -228,9 +230,9 @@ def tidy(element: ElementTree.Element, prefix: str) -> None:
 # Curves of several seeds as one.
 
 
-def curves_of(method: MethodSummary, name: str) -> list[Curve]:
-    """The curves of a name, of all runs that count."""
-    return [curve for run in method.counted if (curve := {**run.lines, **run.curves}.get(name))]
+def curves_of(method: MethodSummary, name: str, *, lines: bool = False) -> list[Curve]:
+    """The curves, or the lines, of a name, of all runs that count."""
+    return [curve for run in method.counted if (curve := (run.lines if lines else run.curves).get(name))]
 
 
 def mean_curve(curves: Sequence[Curve], along: str) -> tuple[Curve, Curve]:
