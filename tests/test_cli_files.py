@@ -58,8 +58,8 @@ def fit(task: str = "classification", *more: str) -> str:
 def test_from_outputs_to_a_table_and_figures(folder: Path) -> None:
     assert "fitted fmgp on 80 rows (4 outputs, 6 features)" in fit()
     posthoc("predict", "head.safetensors", "classes.npz[80:]", "-o", "predictions.parquet")
-    said = posthoc("evaluate", "head.safetensors", "classes.npz[80:]", "--ood", "odd.npz", "--json", "metrics.json")
-    assert "40 rows" in said
+    printed = posthoc("evaluate", "head.safetensors", "classes.npz[80:]", "--ood", "odd.npz", "--json", "metrics.json")
+    assert "40 rows" in printed
     pq = pytest.importorskip("pyarrow.parquet")
     table = pq.read_table("predictions.parquet")
     assert table.column_names == ["row", "label", "probs", "entropy", "std"]
@@ -182,7 +182,7 @@ def test_the_same_fit_writes_the_same_bytes(folder: Path) -> None:
         ("evaluate head.safetensors classes.npz --json odd.npz", "there already"),
     ],
 )
-def test_bad_input_is_told_in_words_and_leaves_nothing(folder: Path, arguments: str, message: str) -> None:
+def test_bad_input_gives_a_message_and_leaves_nothing(folder: Path, arguments: str, message: str) -> None:
     fit()
     (folder / "bad.toml").write_text("steps = = 3")
     (folder / "deep.toml").write_text("steps = " + 5000 * "[")
@@ -257,7 +257,7 @@ def test_an_interrupted_fit_says_how_to_resume(
         ("type = 'rbf'\nstart = 3", "and a start as its recipe has it; got .*'start': 3"),
     ],
 )
-def test_wrong_kernel_table_is_told_in_words(folder: Path, table: str, message: str) -> None:
+def test_a_wrong_kernel_table_gives_a_message(folder: Path, table: str, message: str) -> None:
     (folder / "c.toml").write_text(f"[kernel]\n{table}\n")
     with pytest.raises(OptionError, match=message):
         posthoc("fit", "classes.npz", "--task", "classification", "-o", "h", "--config", "c.toml")

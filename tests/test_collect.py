@@ -150,8 +150,8 @@ def test_progress_is_shown_where_it_is_wanted(tmp_path, capfd):
 
 def test_the_command_collects_a_folder_of_images(tmp_path):
     labels = image_folder(tmp_path / "images", ROWS)
-    said = run(NET, tmp_path / "images", "-o", tmp_path / "o", *TRUSTED, "--batch-size", 7, "--workers", 2)
-    assert said.strip() == f"wrote {tmp_path / 'o'}: 23 rows (3 outputs, 4 features) with targets"
+    printed = run(NET, tmp_path / "images", "-o", tmp_path / "o", *TRUSTED, "--batch-size", 7, "--workers", 2)
+    assert printed.strip() == f"wrote {tmp_path / 'o'}: 23 rows (3 outputs, 4 features) with targets"
     assert_close(open_outputs(tmp_path / "o"), expected(raw(ROWS), labels), "outputs", "features", "targets")
     identity = read_identity(tmp_path / "o")
     assert identity["predictor"] == NET

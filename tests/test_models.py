@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from posthoc import DataError, FileError, LayerError, MissingExtraError, OptionError, Outputs, PosthocWarning
 from posthoc.collect.fingerprint import fingerprint
@@ -78,7 +77,7 @@ def test_code_is_not_run_unless_it_is_trusted(package, fake_libraries):
         predictor("torchvision:tiny", transform="resize")
 
 
-def test_a_network_without_weights_is_told_to_be_random():
+def test_a_network_without_weights_gives_a_warning():
     with pytest.warns(PosthocWarning, match=r"those of a random network unless .* --weights FILE, or --weights none"):
         predictor(NET, trust_code=True)
 
@@ -170,17 +169,17 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
 # torchvision and timm, by stand-ins with the same functions
 
 
-class Brighter(nn.Module):
-    """A transform as torchvision's are: a module whose representation shows its settings."""
+class Brighter:
+    """A transform whose representation shows its settings, as those of torchvision do."""
 
-    def __init__(self, *, by: float) -> None:
-        super().__init__()
+    def __init__(self, *, by: float, is_training: bool = False) -> None:
         self.by = by
+        assert not is_training
 
     def __repr__(self) -> str:
         return f"Brighter(\n    by={self.by}\n)"
 
-    def forward(self, image: Any) -> torch.Tensor:
+    def __call__(self, image: Any) -> torch.Tensor:
         return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy()) / 255.0 + self.by
 
 
@@ -193,32 +192,30 @@ class TinyWeights(Enum):
         return Brighter(by=self.value / 10)
 
 
-def get_model(name: str, *, weights: TinyWeights | None = None, num_classes: int = 3) -> TinyNet:
-    assert name == "tiny"
-    assert weights is None or os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
-    return TinyNet(num_classes) if weights is None else TinyNet(seed=weights.value)
-
-
-def create_model(name: str, pretrained: bool = False, num_classes: int = 3) -> TinyNet:
-    assert not pretrained or os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
-    return TinyNet(num_classes, seed={"tiny": 2, "tiny.v1": 1, "tiny.v2": 2}[name] if pretrained else 0)
-
-
-def create_transform(by: float, is_training: bool = True) -> Brighter:
-    assert not is_training
-    return Brighter(by=by)
+def build(seed: int | None, num_classes: int) -> TinyNet:
+    """The network with published weights of a seed, which are loaded without running code, or with none."""
+    assert seed is None or os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
+    return TinyNet(num_classes, seed=seed or 0)
 
 
 @pytest.fixture
 def fake_libraries(monkeypatch):
-    tiny = {"get_model": get_model, "get_model_weights": lambda name: TinyWeights, "list_models": lambda: ["tiny"]}
-    timm = {
-        "create_model": create_model,
-        "list_models": lambda filter="", include_tags=False: ["tiny.v1", "tiny.v2"] if include_tags else ["tiny"],
-    }
-    data = {"resolve_model_data_config": lambda model: {"by": 0.2}, "create_transform": create_transform}
-    fakes = {"torchvision": {}, "torchvision.models": tiny, "timm": timm, "timm.data": data}
-    for name, functions in fakes.items():
+    def create_model(name: str, pretrained: bool = False, num_classes: int = 3) -> TinyNet:
+        return build({"tiny": 2, "tiny.v1": 1, "tiny.v2": 2}[name] if pretrained else None, num_classes)
+
+    for name, functions in {
+        "torchvision": {},
+        "torchvision.models": {
+            "get_model": lambda name, weights=None, num_classes=3: build(weights and weights.value, num_classes),
+            "get_model_weights": lambda name: TinyWeights,
+            "list_models": lambda: ["tiny"],
+        },
+        "timm": {
+            "create_model": create_model,
+            "list_models": lambda filter="", include_tags=False: ["tiny.v1", "tiny.v2"] if include_tags else ["tiny"],
+        },
+        "timm.data": {"resolve_model_data_config": lambda model: {"by": 0.2}, "create_transform": Brighter},
+    }.items():
         module = ModuleType(name)
         vars(module).update(functions)
         monkeypatch.setitem(sys.modules, name, module)

@@ -39,23 +39,18 @@ assert type(load(sys.argv[1])).__module__ == "another_package.method"
 """
 
 
-def install(folder: Path) -> None:
-    """A package with an entry point, as an installer leaves it."""
-    for path, text in {
+def test_a_method_of_another_package_is_compared_saved_and_loaded(tmp_path: Path) -> None:
+    for path, text in {  # as an installer leaves them
         "another_package/__init__.py": "",
         "another_package/method.py": METHOD,
         "another_package-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: another-package\nVersion: 1.0\n",
         "another_package-1.0.dist-info/entry_points.txt": "[posthoc.methods]\nplain = another_package.method:Plain\n",
     }.items():
-        (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_text(text)
-
-
-def test_a_method_of_another_package_is_compared_saved_and_loaded(tmp_path: Path) -> None:
-    install(tmp_path)
-    paths = [str(tmp_path), *sys.path]
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "head.safetensors")]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
 
 
 def test_a_class_is_imported_when_it_is_used() -> None:
