@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from posthoc import FMGP, OptionError, PosthocError, load, open_outputs, save_outputs
 from posthoc.cli import app
 from posthoc.cli.shared import read_value
+from posthoc.cli.table import write_predictions
 
 N, C, D = 120, 4, 6
 QUICK = ["--set", "steps=5", "--set", "num_inducing=6"]
@@ -109,12 +110,24 @@ def test_table_of_probabilities_with_named_columns(folder: Path) -> None:
         writer.writerows([i, *p.tolist(), int(y)] for i, (p, y) in enumerate(zip(probs, data.targets, strict=True)))
     named = ("--outputs", "p_*", "--targets", "truth")
     posthoc("fit", "table.csv", "--task", "classification", "--outputs-are", "probs", *named, "-o", "h", *QUICK)
-    posthoc("evaluate", "h", "table.csv", *named, "--json", "m.json")
+    (folder / "odd.csv").write_text("p_0,p_1,p_2,p_3\n0.2,0.3,0.1,0.4\n0.25,0.25,0.25,0.25\n")  # without targets
+    posthoc("evaluate", "h", "table.csv", *named, "--ood", "odd.csv", "--json", "m.json")
     figures = json.loads((folder / "m.json").read_text())
     base = -probs.log()[torch.arange(N), data.targets].mean()
     assert figures["base_nll"] == pytest.approx(float(base), rel=1e-6)
     posthoc("predict", "h", "table.csv", "--outputs", "p_*", "-o", "p.csv")
     assert len((folder / "p.csv").read_text().splitlines()) == N + 1
+
+
+def test_a_table_is_written_part_by_part(folder: Path) -> None:
+    fit()
+    pred = load("head.safetensors").predict("classes.npz")
+    assert write_predictions(iter([pred[:50], pred[50:]]), "parts.csv") == N
+    posthoc("predict", "head.safetensors", "classes.npz", "-o", "once.csv")
+    assert (folder / "parts.csv").read_bytes() == (folder / "once.csv").read_bytes()
+    pq = pytest.importorskip("pyarrow.parquet")
+    write_predictions(iter([pred[:50], pred[50:]]), "parts.parquet")
+    assert pq.read_table("parts.parquet")["row"].to_pylist() == list(range(N))
 
 
 def test_options_from_a_file_and_from_the_line(folder: Path) -> None:
