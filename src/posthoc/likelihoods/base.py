@@ -73,9 +73,7 @@ class Likelihood(nn.Module, ABC):
         return columns(outputs), targets
 
     @abstractmethod
-    def energy(
-        self, mean: Tensor, latent: Latent, target: Tensor, alpha: float, generator: Any = None
-    ) -> Tensor:  # (N,)
+    def energy(self, mean: Tensor, latent: Latent, target: Tensor, alpha: float, generator: Any = None) -> Tensor:
         """The energy of each point, (1/α) log E[p(y|f)^α] with f ~ N(mean, latent), (N,)."""
 
     @abstractmethod

@@ -111,9 +111,7 @@ class Categorical(Likelihood):
     def standardize(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.double() / self.unit, targets
 
-    def energy(
-        self, mean: Tensor, latent: Latent, target: Tensor, alpha: float, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def energy(self, mean: Tensor, latent: Latent, target: Tensor, alpha: float, generator: Any = None) -> Tensor:
         label = target[:, None]
         if self.training_form != "monte_carlo":
             log_p = APPROXIMATIONS[self.training_form](mean, latent, self.relative_temperature)

@@ -89,12 +89,10 @@ class Gaussian(Likelihood):
         residual = (columns(targets) - columns(outputs)) / self.scale
         return torch.zeros_like(residual), residual
 
-    def energy(
-        self, mean: Tensor, latent: Latent, target: Tensor, alpha: float, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def energy(self, mean: Tensor, latent: Latent, target: Tensor, alpha: float, generator: Any = None) -> Tensor:
         return gaussian_energy(target - mean, latent.variance, self.noise, alpha).sum(-1)
 
-    def predictive(self, outputs: Tensor, latent: Latent, *, covariance: bool = False) -> Predictive:
+    def predictive(self, outputs: Tensor, latent: Latent, *, covariance: bool = False) -> RegressionPredictive:
         gaussian = LatentGaussian.around(outputs, latent, self.scale, covariance=covariance)
         return RegressionPredictive(gaussian, self._noise_of(outputs))
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import Latent
 from posthoc.predictive.regression import RegressionPredictive
 from posthoc.predictive.residual_mixture import NORMAL, ResidualMixture
@@ -72,9 +71,7 @@ class MixtureNoise(Gaussian):
         mixture = ResidualMixture(weights, centered, spreads.expand(weights.shape))
         return mixture.divided(mixture.variance.sqrt())
 
-    def energy(
-        self, mean: Tensor, latent: Latent, target: Tensor, alpha: float, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def energy(self, mean: Tensor, latent: Latent, target: Tensor, alpha: float, generator: Any = None) -> Tensor:
         if self.log_weights is None:
             return super().energy(mean, latent, target, alpha, generator)
         # The standardized residual z has mean 0 and variance 1 where u = z √v + m has the normals of the grid. With m
@@ -88,9 +85,8 @@ class MixtureNoise(Gaussian):
         log_normals = fit + (log_weights - spreads.log() - 0.5 * math.log(2.0 * math.pi))
         return (log_normals.logsumexp(-1) + 0.5 * ratio.log()).sum(-1)
 
-    def predictive(self, outputs: Tensor, latent: Latent, *, covariance: bool = False) -> Predictive:
-        gaussian = super().predictive(outputs, latent, covariance=covariance)
-        return replace(cast(RegressionPredictive, gaussian), residuals=self.residuals)
+    def predictive(self, outputs: Tensor, latent: Latent, *, covariance: bool = False) -> RegressionPredictive:
+        return replace(super().predictive(outputs, latent, covariance=covariance), residuals=self.residuals)
 
     @torch.no_grad()
     def set_residuals(self, z: Tensor) -> None:

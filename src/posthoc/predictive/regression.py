@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from posthoc.errors import OptionError
-from posthoc.predictive.base import (
-    Predictive,
-    UncertaintyScore,
-    row_means,
-    standard_normal,
-    working_dtype,
-)
+from posthoc.predictive.base import Predictive, UncertaintyScore, row_means, standard_normal, working_dtype
 from posthoc.predictive.latent import correlate
 from posthoc.predictive.residual_mixture import ResidualMixture
 from posthoc.validation import as_numbers, integer, number, regression_targets
