@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from posthoc import RBF, Constant, Linear, Matern, OptionError, White
-from posthoc.fmgp.output_covariance import OutputCovariance
 from posthoc.kernels import as_kernel, gram
 from posthoc.kernels.registry import kernel_from_spec, same_form
 from tests import oracles
@@ -149,18 +148,6 @@ def test_one_evaluation_for_both_has_the_gradients_of_two(make, of_points):
     found, expected = (torch.autograd.grad((k * weights).sum(), asked) for k in (one, two))
     torch.testing.assert_close(one, two)
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("rank", [None, 2])
-def test_output_covariance_gives_one_matrix_in_every_form(rank):
-    b = OutputCovariance(5, rank, torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        b.factor += torch.randn(b.factor.shape, dtype=torch.float64, generator=G)
-    matrix = b.matrix()
-    torch.testing.assert_close(b.diagonal(), matrix.diagonal())
-    which = torch.tensor([3, 0])
-    torch.testing.assert_close(b.columns(which), matrix[:, which])
-    assert (torch.linalg.eigvalsh(matrix) > 0).all()
 
 
 @pytest.mark.parametrize(
