@@ -9,7 +9,7 @@ import torch
 
 from posthoc import Categorical, Gaussian, OptionError
 from posthoc.likelihoods.gaussian import gaussian_energy
-from posthoc.predictive.latent import IndependentLatent, ZeroLatent
+from posthoc.predictive.latent import IndependentLatent, Widened, ZeroLatent
 from tests import oracles
 from tests.oracles import DenseLatent
 
@@ -24,6 +24,23 @@ def random_latent(n: int, c: int, seed: int = 0, scale: float = 1.0) -> DenseLat
 
 def logits(n: int, c: int, seed: int = 0) -> torch.Tensor:
     return 3.0 * torch.randn(n, c, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+
+
+def test_independent_and_widened_variances_are_those_of_their_matrices():
+    v, more, top = random_latent(5, 4), torch.rand(5, dtype=DOUBLE), torch.tensor([0, 1, 2, 3, 0])
+    alone, noise = IndependentLatent(v.variance), torch.randn(7, 5, 4, dtype=DOUBLE)
+    extra = torch.diag_embed(more[:, None].expand(5, 4))
+    diagonal = torch.diag_embed(v.variance)
+    for latent, matrix in (
+        (alone, diagonal),
+        (Widened(v, more), v.covariance() + extra),
+        (Widened(alone, more), diagonal + extra),
+    ):
+        expected = DenseLatent(matrix)
+        torch.testing.assert_close(latent.covariance(), matrix)
+        torch.testing.assert_close(latent.variance, expected.variance)
+        torch.testing.assert_close(latent.difference(top), expected.difference(top))
+        torch.testing.assert_close(latent.perturb(noise), expected.perturb(noise))
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 0.9, 1.0])
