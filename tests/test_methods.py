@@ -285,17 +285,6 @@ def test_probabilities_serve_as_well_as_logits(name, tmp_path):
         make(None, "classification", outputs_are="odds")
 
 
-@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
-def test_one_logit_is_of_the_second_class(shape):
-    z, y = torch.randn(40, generator=G().manual_seed(5)), labels(40, 2)
-    both = torch.stack([torch.zeros_like(z), z], -1)
-    one = Temperature(None, "classification").fit(Outputs(z.reshape(shape), y)).predict(Outputs(z.reshape(shape)))
-    two = Temperature(None, "classification").fit(Outputs(both, y)).predict(Outputs(both))
-    assert torch.equal(one.probs, two.probs)
-    p = Temperature(None, "classification", outputs_are="probs").fit(Outputs(z.sigmoid().reshape(shape), y))
-    torch.testing.assert_close(p.predict(Outputs(z.sigmoid().reshape(shape))).probs, two.probs)
-
-
 @pytest.mark.parametrize("columns", [1, 3])
 def test_probabilities_taken_for_logits_are_doubted(columns):
     p = torch.rand(50, columns, generator=G().manual_seed(0))

@@ -89,6 +89,7 @@ def test_flipout_decorrelates_the_examples_of_a_batch():
     first, second = torch.stack(away).unbind(1)
     correlation = (first * second).mean(0) / (first.square().mean(0) * second.square().mean(0)).sqrt()
     assert correlation.abs().max() < 5 / n**0.5
+    assert not torch.allclose(first.abs(), second.abs())  # their inputs have signs of their own too
 
 
 class Twice(nn.Module):

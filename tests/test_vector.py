@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from posthoc import Categorical, FileError, OptionError, Outputs, PosthocWarning, Temperature, load
+from posthoc import FileError, Outputs, PosthocWarning, Temperature, load
 from posthoc.io import read_head, write_head
 from posthoc.methods.vector import Vector
 
@@ -66,14 +66,6 @@ def test_true_scale_and_bias_are_found_and_make_the_prediction():
     assert (pred.latent.variance == 0).all()
     assert (pred.latent.mean.argmax(-1) != data.outputs.argmax(-1)).any()  # which is what fixed_mean = False says
     assert not Vector.fixed_mean
-
-
-def test_it_is_better_than_temperature_scaling_where_that_is_not_enough():
-    data, new = classified(2000), classified(5000, seed=1)
-    assert (
-        nll(Vector(None, "classification").fit(data), new)
-        < nll(Temperature(None, "classification").fit(data), new) - 0.05
-    )
 
 
 @pytest.mark.parametrize("n", [40, 300])
@@ -148,10 +140,3 @@ def test_data_that_are_all_right_are_told_and_left_to_the_temperature():
     with pytest.warns(PosthocWarning, match="all right"):
         method = Vector(None, "classification").fit(Outputs(logits, logits.argmax(-1)))
     assert method.chosen_ridge == math.inf
-
-
-def test_bad_options():
-    with pytest.raises(OptionError, match="for classification, not for regression"):
-        Vector(None, "regression")
-    with pytest.raises(OptionError, match="learns the temperature"):
-        Vector(None, Categorical(temperature=2.0)).fit(classified(50))

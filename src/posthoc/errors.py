@@ -1,4 +1,4 @@
-"""What can go wrong, each with what was expected, what was found and what to do."""
+"""The exceptions and the warning of this package. Messages say what was expected, what was found and what to do."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ __all__ = [
 
 
 class PosthocError(Exception):
-    """The base of every error this package raises on purpose."""
+    """Base class of the errors that this package raises."""
 
 
 class DataError(PosthocError, ValueError):
-    """The data cannot be used: shapes, types, ranges, non-finite values, nothing at all."""
+    """The data cannot be used: wrong shapes, types or ranges, values that are not finite, or no rows."""
 
 
 class OptionError(PosthocError, ValueError):
-    """An option has a value it cannot take, or two options exclude each other."""
+    """An option has an invalid value, or two options exclude each other."""
 
 
 class LayerError(PosthocError, LookupError):
-    """The feature layer does not exist, or the network never used it."""
+    """The feature layer does not exist, or the network did not use it."""
 
 
 class NotFittedError(PosthocError, RuntimeError):
-    """Asked for a prediction, or to save, before `fit`."""
+    """`predict` or `save` was called before `fit`."""
 
 
 class NotPSDError(PosthocError, ArithmeticError):
-    """A matrix that must be positive definite is not, even with jitter."""
+    """A matrix is not positive definite, even with jitter."""
 
 
 class TrainingError(PosthocError, ArithmeticError):
-    """The loss stopped being a number."""
+    """The loss, or a parameter, became NaN or infinite in training."""
 
 
 class FileError(PosthocError, OSError):
-    """A file is not ours, is of another version, or belongs to another network."""
+    """A file was not written by this package or this version of it, is damaged, or belongs to another network."""
 
 
 class UnavailableError(FileError):
-    """Data, or a network's weights, are not here and cannot be downloaded."""
+    """Data or the weights of a network are not on this machine and cannot be downloaded."""
 
 
 class WrongTaskError(PosthocError, AttributeError):
-    """A question for the other task's predictions: probabilities of a regression, intervals of classes."""
+    """The predictions of this task lack an attribute: probabilities of a regression, or intervals of classes."""
 
 
 class MissingExtraError(PosthocError, ImportError):
@@ -68,4 +68,4 @@ class MissingExtraError(PosthocError, ImportError):
 
 
 class PosthocWarning(UserWarning):
-    """Something was adjusted so that the call could be served; the text says what."""
+    """The result may be poor, or something was adjusted to compute it; the message says what."""

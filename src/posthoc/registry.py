@@ -17,7 +17,7 @@ class Registry(Mapping[str, Any]):
 
     Args:
         group: The entry-point group that other packages register in.
-        builtin: Built-in classes, or where they are ("package.module:Class", imported when first used), by name.
+        builtin: Built-in classes by name, or import strings ("package.module:Class") that are resolved when first used.
 
     Example:
         A package adds a method by these lines of its `pyproject.toml`:
@@ -32,37 +32,37 @@ class Registry(Mapping[str, Any]):
 
     def __init__(self, group: str, builtin: Mapping[str, Any]) -> None:
         self.group = group
-        self._places: dict[str, Any] = dict(builtin)
+        self._entries: dict[str, Any] = dict(builtin)
         self._complete = False
 
     def register(self, name: str) -> Callable[[Class], Class]:
         """A decorator that adds a class under a name."""
 
         def add(kind: Class) -> Class:
-            self._places[name] = kind
+            self._entries[name] = kind
             return kind
 
         return add
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._places:
+        if name not in self._entries:
             self._add_entry_points()
-        place = self._places[name]
-        if isinstance(place, str):
-            module, _, attribute = place.partition(":")
-            place = self._places[name] = getattr(import_module(module), attribute)
-        return place
+        entry = self._entries[name]
+        if isinstance(entry, str):
+            module, _, attribute = entry.partition(":")
+            entry = self._entries[name] = getattr(import_module(module), attribute)
+        return entry
 
     def __iter__(self) -> Iterator[str]:
         self._add_entry_points()
-        return iter(self._places)
+        return iter(self._entries)
 
     def __len__(self) -> int:
         self._add_entry_points()
-        return len(self._places)
+        return len(self._entries)
 
     def _add_entry_points(self) -> None:
         if not self._complete:
             self._complete = True
             for point in entry_points(group=self.group):
-                self._places.setdefault(point.name, point.value)
+                self._entries.setdefault(point.name, point.value)
