@@ -17,7 +17,7 @@ from posthoc.methods.ntk.ella import ELLA, NOISES, leading
 from posthoc.predictive.latent import DenseLatent, FactorLatent
 from tests import oracles
 from tests.cases import labels, recorded
-from tests.linearised import case, covariance, hessians, jacobian, last_only, without_bias
+from tests.linearized import case, covariance, hessians, jacobian, last_only, without_bias
 
 EVERYTHING: dict[str, Any] = {"num_inducing": 10_000, "num_features": 10_000, "prior_precision": 3.0}
 """All pairs of a point and an output, and all directions: the approximation is then exact."""

@@ -186,8 +186,8 @@ def test_validation_data_choose_what_is_best_on_them(task):
 
     best, posterior = loss(), method.posterior
     assert best < -float(Laplace(None, task, curvature="full").fit(data).predict(val).log_prob(val.targets).mean())
-    learnt = [posterior.log_precision] + ([posterior.likelihood.log_noise] if task == "regression" else [])
-    for value in learnt:
+    learned = [posterior.log_precision] + ([posterior.likelihood.log_noise] if task == "regression" else [])
+    for value in learned:
         for step in (-0.05, 0.05):
             value.data += step
             assert loss() > best + 1e-7
@@ -448,6 +448,8 @@ def test_the_adapter_gives_what_laplace_torch_gives(task, curvature, subnetwork,
     torch.testing.assert_close(pred.latent.mean, model(x).detach(), rtol=0, atol=0)
     found = pred.latent.full_covariance
     torch.testing.assert_close(found, la._glm_predictive_distribution(x)[1], rtol=1e-3, atol=1e-6)
+    if task == "regression":
+        torch.testing.assert_close(pred.noise.sqrt(), la.sigma_noise.expand(pred.noise.shape), rtol=1e-4, atol=0)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.training
     assert torch.equal(model[0].bias.grad, torch.ones(5, dtype=DOUBLE))

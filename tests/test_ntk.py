@@ -18,8 +18,8 @@ from posthoc.methods.ntk.ella import ELLA
 from posthoc.methods.ntk.ntk import Jacobian, LastLayerNTK, gradients
 from posthoc.methods.ntk.valla import VaLLA
 from tests.cases import Noisy, inputs, mlp, recorded
-from tests.linearised import case
-from tests.linearised import jacobian as jacobian_of
+from tests.linearized import case
+from tests.linearized import jacobian as jacobian_of
 
 METHODS: dict[str, Any] = {
     "ella": partial(ELLA, num_inducing=50),

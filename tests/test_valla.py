@@ -19,7 +19,7 @@ from posthoc.methods.ntk.valla import VaLLA
 from posthoc.training.loop import PlainSteps
 from tests import oracles
 from tests.cases import inputs, labels, mlp
-from tests.linearised import case, covariance, hessians, jacobian, last_only, without_bias
+from tests.linearized import case, covariance, hessians, jacobian, last_only, without_bias
 
 UNTRAINED: dict[str, Any] = {"steps": 0, "prior_precision": 3.0}
 QUICK: dict[str, Any] = {"num_inducing": 6, "steps": 20, "batch_size": 16}
@@ -212,7 +212,7 @@ def test_options_that_make_no_sense():
         VaLLA(model, "classification", inducing=torch.zeros(2, 6), inducing_classes=[0, 9]).fit((x, y))
 
 
-def test_a_temperature_is_learnt_only_where_it_is_asked_for():
+def test_a_temperature_is_learned_only_where_it_is_asked_for():
     model, x, y, _ = case("classification")
     assert float(VaLLA(model, "classification", **QUICK).fit((x, y)).likelihood.temperature.detach()) == 1.0
     assert float(VaLLA(model, Categorical(), **QUICK).fit((x, y)).likelihood.temperature.detach()) != 1.0

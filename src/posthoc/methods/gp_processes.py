@@ -16,6 +16,7 @@ from gpytorch.constraints import Positive
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import RBFKernel, ScaleKernel
 from gpytorch.models import ApproximateGP
+from gpytorch.utils.memoize import clear_cache_hook
 from gpytorch.variational import CholeskyVariationalDistribution, VariationalStrategy
 from linear_operator.utils.errors import NanError, NotPSDError  # type: ignore[import-untyped]
 from torch import Tensor, nn
@@ -105,6 +106,8 @@ class Sparse(ApproximateGP):  # type: ignore[misc]
             return self.variational_strategy.kl_divergence().sum() / num_data - energy.mean()
 
     def posterior(self, likelihood: Gaussian) -> Posterior:
+        clear_cache_hook(self.variational_strategy)  # of the Cholesky factor, which belongs to earlier parameters
+
         def at(x: Tensor) -> tuple[Tensor, Tensor]:
             with explained():
                 latent = self.eval()(x)

@@ -99,7 +99,7 @@ class NTKMethod(Method):
 
     def _require_memory(self, points: int, outputs: int) -> None:
         """Refuses a fit whose gradients and features would not fit into memory."""
-        gradients = (self.config.num_inducing + outputs) * self.jacobian.row_bytes
+        gradients = (min(self.config.num_inducing, points * outputs) + outputs) * self.jacobian.row_bytes
         needed, allowed = (gradients + 8 * points * self._feature_width(outputs)) / 1e9, self.config.max_gigabytes
         if needed > allowed:
             raise OptionError(

@@ -112,12 +112,11 @@ class ELLA(NTKMethod):
             directions, classes, along = self._last_layer_directions(job.train, device)
         fitted = FittedELLA(likelihood, directions, classes).to(device)
         sums = self._gauss_newton(job, fitted, early_stop=job.val is not None and self.config.early_stop)
-        if job.val is not None:
-            fitted.take(
-                best_on(job.val, fitted, list(candidates(sums, self._precisions(job.train, fitted), likelihood)))
-            )
+        if job.val is None:
+            best = self._most_likely(job, likelihood, sums[len(job.train)], float(along.square().sum()))
         else:
-            fitted.take(self._most_likely(job, likelihood, sums[len(job.train)], float(along.square().sum())))
+            best = best_on(job.val, fitted, list(candidates(sums, self._precisions(job.train, fitted), likelihood)))
+        fitted.take(best)
         return fitted
 
     def _last_layer_directions(self, train: Outputs, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,20 +137,20 @@ class ELLA(NTKMethod):
         j[:, -1] *= layer.bias is not None  # directions that leave alone a bias that is not there
         found = [(c, *leading(j[owners == c], self.config.num_features)) for c in owners.unique().tolist()]
         classes = torch.cat([torch.full_like(values, c, dtype=torch.long) for c, _, values in found])
-        best = torch.cat([values for *_, values in found]).argsort(descending=True, stable=True)
-        best = best[: self.config.num_features]
+        order = torch.cat([values for *_, values in found]).argsort(descending=True, stable=True)
+        best = order[: self.config.num_features]
         directions, classes = torch.cat([part for _, part, _ in found])[best], classes[best]
         return directions, classes, (theta[classes] * directions).sum(-1)
 
     def _gauss_newton(self, job: Job, fitted: FittedELLA, *, early_stop: bool) -> dict[int, Tensor]:  # of (K, K)
         """G over the first rows of the data, in random order, for each number of rows at which it may stop."""
-        n, train = len(job.train), job.train
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(self.config.seed))
+        train, n = job.train, len(job.train)
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(self.config.seed)).to(train.outputs.device)
         ends = sorted({max(1, round(share * n)) for share in (STOPS if early_stop else STOPS[:1])})
         sums, total = {}, torch.zeros((), dtype=torch.float64)
         for start, end in pairwise([0, *ends]):
-            for part in fitted.parts(train[order[start:end].to(train.outputs.device)]):
-                total = total + fitted.gauss_newton(part)
+            for rows in order[start:end].split(fitted.rows_at_once(train)):
+                total = total + fitted.gauss_newton(train[rows].to(fitted.device))
             sums[end] = total * (job.num_data / n)
         return sums
 
@@ -226,12 +225,6 @@ class FittedELLA(Fitted):
     def rows_at_once(self, outputs: Outputs) -> int:
         return rows_that_fit(outputs.outputs[0].numel() * len(self.factor))
 
-    def parts(self, rows: Outputs) -> Iterator[Outputs]:
-        """Consecutive rows, some at a time, on the device of the directions."""
-        size = self.rows_at_once(rows)
-        for start in range(0, len(rows), size):
-            yield rows[start : start + size].to(self.device)
-
     def features(self, part: Outputs) -> Tensor:  # (N, C, K)
         """J(x) along the directions, in the units of training."""
         if part.features is None:
@@ -302,7 +295,9 @@ def best_on(val: Outputs, fitted: FittedELLA, tried: list[Candidate]) -> Candida
     """The candidate under which validation rows are likeliest."""
     some = val.spread(max(1000, WORK // (len(tried) * val.outputs[0].numel() * len(fitted.factor))))
     scores = torch.zeros(len(tried), dtype=torch.float64)
-    for part in fitted.parts(some):
+    size = fitted.rows_at_once(some)
+    for start in range(0, len(some), size):
+        part = some[start : start + size].to(fitted.device)
         phi, vectors = fitted.features(part), None
         for i, candidate in enumerate(tried):
             if vectors is not candidate.vectors:  # those of one G are neighbors
