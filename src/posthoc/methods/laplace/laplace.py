@@ -1,4 +1,4 @@
-"""`Laplace`: the linearised Laplace approximation of a network's last layer."""
+"""`Laplace`: the linearized Laplace approximation of a network's last layer."""
 
 from __future__ import annotations
 

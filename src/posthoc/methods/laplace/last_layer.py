@@ -120,10 +120,10 @@ def solve(outputs: Outputs, home: torch.device) -> LastLayer:
 def residual(layer: LastLayer, outputs: Outputs, home: torch.device) -> float:
     """How far the layer is from giving the outputs, as a share of their spread."""
     wrong = total = 0.0
-    centre = columns(outputs.spread(2**16).outputs).mean(0).to(home)
+    center = columns(outputs.spread(2**16).outputs).mean(0).to(home)
     for x, y, _ in pieces(outputs, home):
         wrong += float((layer(x) - y).square().sum())
-        total += float((y - centre).square().sum())
+        total += float((y - center).square().sum())
     return math.sqrt(wrong / total) if total > 0.0 else (0.0 if wrong == 0.0 else math.inf)
 
 

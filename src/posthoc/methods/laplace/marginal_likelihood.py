@@ -23,7 +23,7 @@ def best_evidence(
     square_error: Tensor | None = None,  # (G,), summed over them; None where there is no noise (classification)
     precision: float | None = None,  # the prior's, where it is given
 ) -> tuple[Tensor, float]:
-    """The noises σ² (G,) and the prior precision δ that maximise, up to a constant and a factor of 2,
+    """The noises σ² (G,) and the prior precision δ that maximize, up to a constant and a factor of 2,
 
         Σ_g [-n log σ_g² - e_g/σ_g² - Σ_k log(λ_gk/σ_g² + δ)] + GK log δ - δ|w|².
 
@@ -70,11 +70,11 @@ def newton(
 ) -> Tensor:
     """Newton's step from (log σ², log δ), zero where it is not free to move."""
     noise, delta = at[:-1].exp(), at[-1].exp()
-    learnt = eigenvalues / (eigenvalues + delta * noise[:, None])  # how far the data have decided each direction
-    doubt = (learnt * (1.0 - learnt)).sum(-1)
-    gradient = torch.cat([square_error / noise - count + learnt.sum(-1), (learnt.sum() - delta * square_norm)[None]])
-    curvature = torch.cat([square_error / noise + doubt, (doubt.sum() + delta * square_norm)[None]]).diag()
-    curvature[-1, :-1] = curvature[:-1, -1] = doubt
+    decided = eigenvalues / (eigenvalues + delta * noise[:, None])  # how far the data have decided each direction
+    spread = (decided * (1.0 - decided)).sum(-1)
+    gradient = torch.cat([square_error / noise - count + decided.sum(-1), (decided.sum() - delta * square_norm)[None]])
+    curvature = torch.cat([square_error / noise + spread, (spread.sum() + delta * square_norm)[None]]).diag()
+    curvature[-1, :-1] = curvature[:-1, -1] = spread
     keep = free[:, None] & free
     curvature = torch.where(keep, curvature, torch.eye(len(at), dtype=at.dtype, device=at.device))
     ridge = 1e-12 * curvature.diagonal().max() + 1e-300
