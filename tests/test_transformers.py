@@ -168,7 +168,7 @@ def test_hugging_face_data_sets_that_cannot_be_used_are_refused(saved, tmp_path)
     for name, error, message in [
         (f"{saved}/splits", OptionError, "Expected one of the splits train, test, got None"),
         (f"{saved}/files:test", OptionError, "Expected one of the splits train, got test"),
-        (f"{saved}/mapped:train", OptionError, "which has none"),
+        (f"{saved}/mapped:train", OptionError, "Expected one of the splits none, got train"),
         (f"{tmp_path}", FileError, "Expected a data set on the Hugging Face hub or a folder of one"),
     ]:
         with pytest.raises(error, match=message):

@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from posthoc.evaluate.compare import Row
 
 __all__ = ["compare"]
-
-T = TypeVar("T")
 
 
 def compare(
@@ -173,7 +171,7 @@ def record_of(row: Row) -> dict[str, Any]:
 # The fits
 
 
-def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
+def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
     """The result of a function in a process of its own, which ends when this one does, however that ends."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent) as pool:

@@ -189,15 +189,42 @@ class Table:
 
     def read(self, example: dict[str, Any], row: int) -> tuple[Any, Any]:
         """The input and the target of a row."""
-        features = self.table.features or {}
-        places = {name: f"column {name!r} of row {row} of {self.name}" for name in example}
-        values = [to_input(example[name], features.get(name), places[name]) for name in self.columns.inputs]
+        values = [self._input(example[name], name, row) for name in self.columns.inputs]
         if len(values) > 1:
             if any(not isinstance(value, np.ndarray) or value.shape != (1,) for value in values):
                 raise DataError("Expected one number a row in each of several input columns, got texts or others.")
             values = [np.concatenate(values)]
         name = self.columns.target
-        return values[0], None if name is None else to_numbers(example[name], features.get(name), places[name])
+        return values[0], None if name is None else self._numbers(example[name], name, row)
+
+    def _input(self, value: Any, name: str, row: int) -> Any:
+        """An image, a text, or an array of numbers."""
+        if isinstance(value, str):
+            return value
+        if isinstance(value, bytes):
+            value = {"bytes": value, "path": None}
+        if isinstance(value, dict) and "bytes" in value:  # an image as `datasets` stores it
+            content, path = value["bytes"], value["path"]
+            place = f"column {name!r} of row {row} of {self.name}{f' ({path})' if path else ''}"
+            if content is None and path is None:
+                raise DataError(f"Expected the bytes or the path of an image in {place}, found neither.")
+            return read_image(io.BytesIO(content) if content is not None else path, place)
+        return np.atleast_1d(self._numbers(value, name, row))
+
+    def _numbers(self, value: Any, name: str, row: int) -> np.ndarray[Any, Any]:
+        """A number or lists of numbers, in the type of the column."""
+        feature: Any = (self.table.features or {}).get(name)
+        while hasattr(feature, "feature"):  # lists say what is in them
+            feature = feature.feature
+        array = None
+        if value is not None:
+            with suppress(TypeError, ValueError):
+                array = np.asarray(value, getattr(feature, "dtype", None))
+        if array is None or array.dtype.kind not in "fiub":
+            expected = f"numbers, or lists of numbers of one length, in column {name!r} of row {row} of {self.name}"
+            advice = "Number the names of classes from 0 first."
+            raise DataError(f"Expected {expected}, got {reprlib.repr(value)}. {advice}")
+        return array
 
 
 class TableRows(Table):
@@ -255,16 +282,11 @@ def open_hub(name: str, inputs: Sequence[str], target: str | None) -> Any:
             # The addresses of files on the hub contain the commit; local files are known by name and size.
             named = ((str(file), 0) for part in (builder.config.data_files or {}).values() for file in part)
             files = walk(folder) if folder.is_dir() else named
-    if not isinstance(splits, dict):
-        if split is not None:
-            raise OptionError(f"Expected no split for {path!r}, which has none, got {split!r}.")
-        table = splits
-    elif split is None and len(splits) == 1:
-        (table,) = splits.values()
-    elif split in splits:
-        table = splits[split]
-    else:
-        raise OptionError(f"Expected one of the splits {', '.join(splits)}, got {split}: write hf:{path}:SPLIT.")
+    tables = splits if isinstance(splits, dict) else {None: splits}
+    if split not in tables and (split is not None or len(tables) > 1):
+        names = ", ".join(filter(None, tables)) or "none"
+        raise OptionError(f"Expected one of the splits {names}, got {split}: write hf:{path}:SPLIT.")
+    table = tables[split if split in tables else next(iter(tables))]
     columns = choose_columns(table.column_names or list(next(iter(table))), inputs, target)
     return rows_of(table, library, path, columns, {"kind": "hf", "split": split, "digest": listing_digest(files)})
 
@@ -286,34 +308,6 @@ def rows_of(table: Any, library: Any, name: str, columns: Columns, identity: dic
             table = table.cast_column(column, library.Image(decode=False))
     rows = TableRows if isinstance(table, library.Dataset) else StreamedRows
     return rows(table, columns, name, {**identity, "columns": columns._asdict()})
-
-
-def to_input(value: Any, feature: Any, place: str) -> Any:
-    """An image, a text, or an array of numbers."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bytes):
-        value = {"bytes": value, "path": None}
-    if isinstance(value, dict) and "bytes" in value:  # an image as `datasets` stores it
-        content, path = value["bytes"], value["path"]
-        if content is None and path is None:
-            raise DataError(f"Expected the bytes or the path of an image in {place}, found neither.")
-        return read_image(io.BytesIO(content) if content is not None else path, f"{place} ({path})" if path else place)
-    return np.atleast_1d(to_numbers(value, feature, place))
-
-
-def to_numbers(value: Any, feature: Any, place: str) -> np.ndarray[Any, Any]:
-    """A number or lists of numbers, in the type of the column."""
-    while hasattr(feature, "feature"):  # lists say what is in them
-        feature = feature.feature
-    array = None
-    if value is not None:
-        with suppress(TypeError, ValueError):
-            array = np.asarray(value, getattr(feature, "dtype", None))
-    if array is None or array.dtype.kind not in "fiub":
-        expected = f"numbers, or lists of numbers of one length, in {place}"
-        raise DataError(f"Expected {expected}, got {reprlib.repr(value)}. Number the names of classes from 0 first.")
-    return array
 
 
 # What tells files and folders from others
