@@ -60,7 +60,7 @@ VARIANTS = {
         "ELLA (all weights)",
         ELLA,
         {"weights": "all"},
-        {"num_points": 20, "num_features": 4},
+        {"num_inducing": 20, "num_features": 4},
         on="train, crops to choose",
     ),
     "valla-all": Variant("VaLLA (all weights)", VaLLA, {"weights": "all"}, QUICK_POINTS, on="train, crops to choose"),

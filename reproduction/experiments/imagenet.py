@@ -55,7 +55,7 @@ VARIANTS = {
     "map": Variant("MAP", MAP, on="held out"),
     "temperature": Variant("Temperature scaling", Temperature, on="held out"),
     "ella": Variant(
-        "ELLA (last layer)", ELLA, {}, {"num_points": 20, "num_features": 4}, on="train, held out to choose"
+        "ELLA (last layer)", ELLA, {}, {"num_inducing": 20, "num_features": 4}, on="train, held out to choose"
     ),
     "mfvi": Variant(
         "MFVI", MFVI, {"samples": 20, **FINE_TUNING}, {"samples": 2, "steps": 3, "batch_size": QUICK_BATCH}

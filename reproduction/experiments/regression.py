@@ -45,7 +45,7 @@ FITTED_ON = {
 VARIANTS = {
     "map": Variant("MAP", MAP, on="val"),
     "lla-kfac": Variant("LLA (last layer, KFAC)", Laplace, {"curvature": "kron"}),
-    "ella": Variant("ELLA", ELLA, {"weights": "all", "early_stop": False}, {"num_points": 20}, on="train, val"),
+    "ella": Variant("ELLA", ELLA, {"weights": "all", "early_stop": False}, {"num_inducing": 20}, on="train, val"),
     "valla": Variant("VaLLA", VaLLA, {"weights": "all"}, QUICK_POINTS, on="train, val"),
     "mfvi": Variant("MFVI", MFVI, {"steps": 3000, "samples": 30}, {"samples": 2, **QUICK}),
     "fmgp-paper": Variant("FMGP (the paper's way)", FMGP, PAPER_FMGP, QUICK_POINTS, on="train, val"),

@@ -180,7 +180,7 @@ def test_what_is_not_known_is_said_with_what_is(tmp_path):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_is_what_it_is_called(name):
+def test_every_experiment_has_its_name_and_options_that_its_methods_know(name):
     experiment = experiment_named(name)
     assert experiment.name == name
     request = Request()
@@ -188,7 +188,10 @@ def test_every_experiment_is_what_it_is_called(name):
         for method in experiment.methods_of(case):
             configuration = experiment.configuration(case, method, request)
             assert json.loads(json.dumps(configuration)) == json.loads(json.dumps(configuration))
-            assert experiment.methods[method].title
+            variant = experiment.methods[method]
+            assert variant.title
+            for options in (variant.options, {**variant.options, **variant.quick}):
+                variant.kind.Config.build(method, options)
 
 
 # Fits that are kept.
