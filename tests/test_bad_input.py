@@ -529,7 +529,7 @@ def test_inducing_points_that_do_not_fit_are_refused(z: Any, error: type[Excepti
 def test_inducing_classes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(OptionError, match=r"4 inducing_classes from 0 to 2, got \[0, 1, 2, 3\]"):
         classification(inducing_classes=[0, 1, 2, 3]).fit((inputs(), labels()))
-    with pytest.raises(OptionError, match="4 inducing_classes, each a number, got 'abcd'"):
+    with pytest.raises(OptionError, match="4 inducing_classes from 0 to 2, got 'abcd'"):
         classification(inducing_classes="abcd").fit((inputs(), labels()))
 
 

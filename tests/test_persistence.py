@@ -354,7 +354,7 @@ def test_config_with_a_part_missing_is_refused(key: str, tmp_path: Path) -> None
     path = saved(tmp_path)
     tensors, config = contents(path)
     rewrite(path, tensors, {k: v for k, v in config.items() if k != key})
-    with pytest.raises(FileError, match=f"Expected {key} of type .*found None: save it again"):
+    with pytest.raises(FileError, match=f"Expected a valid {key} in the header.*found None: save it again"):
         FMGP.load(path, model=mlp())
 
 
@@ -363,7 +363,7 @@ def test_kernel_that_this_version_does_not_know_is_refused(tmp_path: Path) -> No
     tensors, config = contents(path)
     config["shapes"]["fitted"]["kernel"] = {"type": "periodic", "on": "features"}
     rewrite(path, tensors, config)
-    with pytest.raises(FileError, match=r"kernel this head was fitted with.*'periodic'.*found .*'rbf'"):
+    with pytest.raises(FileError, match=r"kernel this head was fitted with.*'periodic'.*got .*'rbf'"):
         FMGP.load(path, model=mlp())
     config["config"]["kernel"] = {"type": "periodic", "on": None}
     rewrite(path, tensors, config)

@@ -333,7 +333,7 @@ def read_head(path: str | os.PathLike[str], method: str | None = None) -> tuple[
     for name, kind in HEADER.items():
         if name not in header or not isinstance(header[name], kind):
             found = reprlib.repr(header.get(name))
-            raise FileError(f"Expected {name} of type {kind} in the header of {path}, found {found}: save it again.")
+            raise FileError(f"Expected a valid {name} in the header of {path}, found {found}: save it again.")
     if method is not None and header["method"] != method:
         raise FileError(f"Expected a head of method {method!r}, found one of {header['method']!r} in {path}.")
     require_finite_tensors(path, tensors)

@@ -169,7 +169,7 @@ class Selection:
         """The inverse of `dataclasses.asdict`."""
         scores = [{**score, "form": VarianceForm(**score["form"])} for score in saved["candidates"]]
         form, candidates = VarianceForm(**saved["form"]), tuple(CandidateScore(**score) for score in scores)
-        recalibration = Recalibration(*saved["recalibration"])
+        recalibration = Recalibration(*map(float, saved["recalibration"]))
         return cls(**{**saved, "form": form, "recalibration": recalibration, "candidates": candidates})
 
 
