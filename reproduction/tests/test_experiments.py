@@ -183,15 +183,15 @@ def test_what_is_not_known_is_said_with_what_is(tmp_path):
 def test_every_experiment_has_its_name_and_options_that_its_methods_know(name):
     experiment = experiment_named(name)
     assert experiment.name == name
-    request = Request()
+    request, network = Request(), torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout())
     for case in experiment.cases:
         for method in experiment.methods_of(case):
             configuration = experiment.configuration(case, method, request)
             assert json.loads(json.dumps(configuration)) == json.loads(json.dumps(configuration))
             variant = experiment.methods[method]
             assert variant.title
-            for options in (variant.options, {**variant.options, **variant.quick}):
-                variant.kind.Config.build(method, options)
+            for quick in (False, True):
+                assert not variant.build(network, experiment.task, seed=0, device="cpu", quick=quick).fitted
 
 
 # Fits that are kept.
