@@ -129,8 +129,8 @@ def test_few_rows_are_gaussian_as_are_others_on_demand(options):
 
 
 def test_residuals_of_so_many_rows_need_no_other_fit(monkeypatch):
-    monkeypatch.setattr("posthoc.fmgp.noise_fit.MANY_ROWS", 300)
-    monkeypatch.setattr("posthoc.fmgp.noise_fit.folds", lambda *job: pytest.fail("rows were held out"))
+    monkeypatch.setattr("posthoc.fmgp.estimator.MANY_RESIDUALS", 300)
+    monkeypatch.setattr("posthoc.fmgp.estimator.folds", lambda *job: pytest.fail("rows were held out"))
     assert predict(fitted(skewed(300, 0), steps=5), skewed(5, 1)).residuals is not None
 
 
