@@ -117,7 +117,7 @@ def outputs(predictor: Predictor, inputs: list[Any]) -> Outputs:
     """What a predictor says of some inputs."""
     batch = predictor.collate([(value, None) for value in inputs])
     with predictor.backbone.reading(features=True, inputs=False) as read:
-        return join([read(batch)])
+        return join(list(read([batch])))
 
 
 def image_folder(folder: Path, rows: int) -> Tensor:

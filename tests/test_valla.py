@@ -96,7 +96,7 @@ def test_the_elbo_has_its_optimum_there(weights):
     method = everywhere(model, "regression", weights, x, y, alpha=0.0)
     assert method._fitted is not None
     with method._require_backbone(x).reading(features=True, inputs=False) as read:
-        view = PointView(read((x, y)), method._fitted.coordinates)
+        view = PointView(next(read([(x, y)])), method._fitted.coordinates)
     process, batch = method._fitted.process, view.batch(method.likelihood, view.outputs)
     objective = Objective(process, method.likelihood, 0.0, len(x))
     inside = torch.diag_embed((1.0 / method.likelihood.noise.detach()).expand(len(x), 2))

@@ -560,11 +560,11 @@ class Method(ABC):
                 "Expected one batch or a loader, got a list of arrays, which could be (x, y) or several batches: give "
                 "a tuple (x, y), the inputs alone, or a DataLoader."
             )
+        batches = [data] if not targets and is_arrays(data) else iterate(data, CHUNK)
         features, inputs = self._needs(fitted=True)
         backbone = self._require_backbone(data)
         with backbone.reading(features=features, inputs=inputs, targets=targets, width=self._width) as read:
-            for batch in [data] if not targets and is_arrays(data) else iterate(data, CHUNK):
-                outputs = read(batch)
+            for outputs in read(batches):
                 if len(outputs):
                     yield self._to_predict(outputs, targets=targets)
 

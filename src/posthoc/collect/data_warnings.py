@@ -41,8 +41,8 @@ def warn_if_memorized(train: Outputs, val: Outputs | None, task: str) -> None:
     """Warns of data that the network has seen in training: its errors there say nothing of those to come."""
     if len(train) < FEWEST:
         return
-    accuracy, loss = fit_quality(train.spread(ROWS), task)
-    _, val_loss = fit_quality(val.spread(ROWS), task) if val is not None and len(val) >= FEWEST else (0.0, 0.0)
+    accuracy, loss = fit_quality(train, task)
+    _, val_loss = fit_quality(val, task) if val is not None and len(val) >= FEWEST else (0.0, 0.0)
     if accuracy >= RIGHT and loss <= LOSS:
         sign = f"the network is right on {accuracy:.1%} of them, with a mean loss of {loss:.2g}"
     elif loss < SHARE * val_loss:
@@ -58,8 +58,9 @@ def warn_if_memorized(train: Outputs, val: Outputs | None, task: str) -> None:
     )
 
 
-def fit_quality(rows: Outputs, task: str) -> tuple[float, float]:
+def fit_quality(outputs: Outputs, task: str) -> tuple[float, float]:
     """The accuracy and the mean log loss of a classifier; 0 and the root mean squared error in regression."""
+    rows = outputs.spread(ROWS)
     assert rows.targets is not None
     if task != "classification":
         return 0.0, float((rows.targets.double() - rows.outputs.double()).square().mean().sqrt())

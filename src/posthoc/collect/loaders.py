@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import islice
@@ -14,8 +15,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from posthoc.errors import DataError
+from posthoc.validation import require_finite
 
-__all__ = ["Batch", "arrays", "as_tensor", "is_arrays", "is_pair", "iterate", "move", "read_batch", "row_count", "take"]
+__all__ = [
+    "Batch",
+    "arrays",
+    "as_tensor",
+    "is_arrays",
+    "is_pair",
+    "iterate",
+    "move",
+    "read_batches",
+    "refuse_infinite",
+    "row_count",
+    "take",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -47,6 +61,24 @@ def read_batch(batch: Any) -> Batch:
             return Batch((), dict(args[0]), target)
         return Batch(tuple(args), {}, target)
     return Batch((batch,), {}, None)
+
+
+def read_batches(raw_batches: Iterable[Any], device: torch.device | None, dtype: torch.dtype | None) -> Iterator[Batch]:
+    """Takes batches apart, with their inputs as tensors on a device, by default where they are.
+
+    Raises:
+        DataError: If an input is not finite.
+    """
+    rows = 0
+    for raw in raw_batches:
+        batch = read_batch(raw)
+        home = device or next((tensor.device for tensor in tensors_of(batch)), torch.device("cpu"))
+        batch = Batch(move(batch.args, home, dtype), move(batch.kwargs, home, dtype), batch.target)
+        tensors = tensors_of(batch)
+        for tensor in tensors:
+            refuse_infinite(tensor, "inputs", rows)
+        rows += len(tensors[0]) if tensors and tensors[0].ndim else 0
+        yield batch
 
 
 # Batches.
@@ -181,6 +213,12 @@ def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
         return value.to(device)
 
     return change_tensors(value, to_device)
+
+
+def refuse_infinite(values: Tensor, name: str, first_row: int = 0) -> None:
+    """Refuses NaN and infinity: `require_finite`, in a third of the time where all values are finite."""
+    if values.is_floating_point() and not math.isfinite(values.sum()):
+        require_finite(values, name, first_row=first_row)
 
 
 # Arrays that belong together, one row a point: an array, (x, y), a mapping, (mapping, y).

@@ -8,7 +8,7 @@ meanwhile.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -25,10 +25,11 @@ from posthoc.collect.loaders import (
     is_list,
     iterate,
     move,
-    read_batch,
+    read_batches,
+    refuse_infinite,
     tensors_of,
 )
-from posthoc.collect.outputs import Outputs, join, refuse_infinite
+from posthoc.collect.outputs import Outputs, join
 from posthoc.errors import DataError, LayerError, PosthocError
 
 __all__ = ["Backbone", "Reader", "collect", "evaluating", "exclusive", "run_network", "version"]
@@ -88,9 +89,11 @@ def evaluating(module: nn.Module | None) -> Iterator[None]:
 def exclusive(module: nn.Module | None) -> Iterator[None]:
     """Waits until no other thread runs the module that is in eval mode by `evaluating`."""
     state = RUNNING.get(module) if module is not None else None
-    if state is not None:
-        state.threads.add(threading.get_ident())
-    with state.lock if state is not None else nullcontext():
+    if state is None:
+        yield
+        return
+    state.threads.add(threading.get_ident())
+    with state.lock:
         yield
 
 
@@ -139,16 +142,14 @@ class State:
         if changed:
             return
         for part, (buffers, attributes) in zip(self.parts, self.attributes, strict=True):
-            now = part._buffers
-            if list(map(id, now.values())) == list(map(id, buffers.values())):
+            if list(map(id, part._buffers.values())) == list(map(id, buffers.values())):
                 continue
-            for name in set(now.keys()) - buffers.keys():
-                del now[name]
-            for name, buffer in buffers.items():
-                now[name] = buffer
-            if not isinstance(part, torch.jit.ScriptModule):  # attributes may say how far a cache among them reaches
+            if isinstance(part, torch.jit.ScriptModule):
+                for name, buffer in buffers.items():
+                    setattr(part, name, buffer)
+            else:  # all attributes: one of them may say how far a cache among the buffers reaches
                 part.__dict__.clear()
-                part.__dict__.update(attributes)
+                part.__dict__.update(attributes, _buffers=buffers)
         for buffer, count, copy in self.buffers:
             if version(buffer) != count:
                 buffer.copy_(copy)
@@ -271,11 +272,7 @@ class Backbone:
         linear = [name for name, part in self._layers().items() if isinstance(part, nn.Linear)]
         self.takes_input = layer is None and bool(linear)
         self.layer = linear[-1] if self.takes_input else layer
-
-    @property
-    def has_features(self) -> bool:
-        """Whether there is a layer to take features from."""
-        return self.layer is not None
+        self.has_features = self.layer is not None
 
     @property
     def device(self) -> torch.device | None:
@@ -298,17 +295,19 @@ class Backbone:
     def _known_layers(self) -> str:
         return listed(list(self._layers()), 30)
 
-    def place(self, raw: Any) -> Batch:
-        """A batch where the network is; its target stays where it was."""
-        batch = read_batch(raw)
-        device = self.device or next((tensor.device for tensor in tensors_of(batch)), torch.device("cpu"))
-        return Batch(move(batch.args, device, self.dtype), move(batch.kwargs, device, self.dtype), batch.target)
+    def batches(self, raw_batches: Iterable[Any]) -> Iterator[Batch]:
+        """The batches of a loader, with their inputs as tensors where the network is.
+
+        Raises:
+            DataError: If an input is not finite.
+        """
+        return read_batches(raw_batches, self.device, self.dtype)
 
     @contextmanager
     def reading(
         self, *, features: bool, inputs: bool, targets: bool = True, width: tuple[int, ...] | None = None
     ) -> Iterator[Reader]:
-        """A context manager whose value maps a batch to `Outputs`, with the module in eval mode.
+        """A context manager whose value maps batches to their `Outputs`, with the module in eval mode.
 
         Args:
             features: Whether to read the features too, if the model has any.
@@ -331,7 +330,7 @@ class Backbone:
             )
         return layer.register_forward_hook(lambda _, args, output: capture(output))
 
-    def features_of(self, raw: Any, captured: Tensor | None, rows: int) -> Tensor:  # (rows, D)
+    def features_of(self, batch: Batch, captured: Tensor | None, rows: int) -> Tensor:  # (rows, D)
         """The features of a batch from what the layer's hook captured."""
         if captured is None:
             advice = f"Name one that is, with layer=...; the layers are: {self._known_layers()}."
@@ -347,7 +346,7 @@ class Backbone:
 def collect(backbone: Backbone, data: Any, *, features: bool, inputs: bool, batch_size: int = 256) -> Outputs:
     """Runs the predictor once over the data and keeps its outputs, with the targets."""
     with backbone.reading(features=features, inputs=inputs) as read:
-        return join([read(batch) for batch in iterate(data, batch_size)])
+        return join(list(read(iterate(data, batch_size))))
 
 
 class Reader:
@@ -358,53 +357,57 @@ class Reader:
     ) -> None:
         self.backbone, self.features, self.inputs, self.targets, self.width = backbone, features, inputs, targets, width
         self.rows = 0
-        self.thread: int | None = None  # the one that runs our batch now
+        self.thread: int | None = None  # the one that runs a batch of this reader now
         self.captured: Tensor | None = None
 
-    def __call__(self, raw: Any) -> Outputs:
-        """The outputs of one batch, with features and inputs if wanted, and the targets if it has any."""
-        batch = self.backbone.place(raw)
-        tensors = tensors_of(batch)
-        for tensor in tensors:
-            refuse_infinite(tensor, "inputs", self.rows)
-        before = [(tensor, version(tensor), tensor.detach().clone()) for tensor in tensors]
-        with torch.no_grad(), exclusive(self.backbone.module):
-            # In the same memory, so that the outputs are the same to the bit.
-            args, kwargs = change_tensors((batch.args, batch.kwargs), aliased)
-            self.thread, self.captured = threading.get_ident(), None
-            try:
-                # A copy, since a predictor may return the same buffer every time, or what it was given.
-                outputs = read_outputs(self.backbone.model(*args, **kwargs)).detach().clone()
-            except PosthocError:
-                raise
-            except Exception as error:
-                shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
-                advice = f" of shape {shapes}; a single point must be a batch of one, x[None]" if shapes else ""
-                error.add_note(f"posthoc: raised by your model, called on one batch of the data{advice}.")
-                raise
-            finally:
-                self.thread = None
-                for tensor, count, copy in before:  # which may be the user's own: a model may write to them
-                    if version(tensor) != count or (tensor.is_inference() and not torch.equal(tensor, copy)):
-                        tensor.data.copy_(copy)
-            outputs = in_rows(outputs, batch, self.width)
+    def __call__(self, raw_batches: Iterable[Any]) -> Iterator[Outputs]:
+        """The outputs of every batch, with features and inputs if wanted, and the targets if it has any."""
+        return map(self._read, self.backbone.batches(raw_batches))
+
+    @torch.no_grad()
+    def _read(self, batch: Batch) -> Outputs:
+        features = None
+        with exclusive(self.backbone.module):
+            outputs = in_rows(self._run(batch), batch, self.width)
             refuse_infinite(outputs, "outputs", self.rows)
-            features = None
             if self.features and len(outputs):
-                features = self.backbone.features_of(raw, self.captured, len(outputs)).detach()
+                features = self.backbone.features_of(batch, self.captured, len(outputs)).detach()
                 refuse_infinite(features, "features", self.rows)
-        inputs = read_inputs(tensors, len(outputs)) if self.inputs else None
+        inputs = read_inputs(tensors_of(batch), len(outputs)) if self.inputs else None
+        wanted = self.targets and batch.target is not None
+        targets = as_tensor(move(batch.target, outputs.device)) if wanted else None
         self.rows += len(outputs)
         if self.width is None and len(outputs) > 1:
             self.width = tuple(outputs.shape[1:])
-        wanted = self.targets and batch.target is not None
-        targets = as_tensor(move(batch.target, outputs.device)) if wanted else None
         return Outputs.trusted(outputs=outputs, targets=targets, features=features, inputs=inputs)
+
+    def _run(self, batch: Batch) -> Tensor:
+        """What the model returns for a batch. The inputs, which may be the user's own, stay as they are."""
+        tensors = tensors_of(batch)
+        before = [(tensor, version(tensor), tensor.detach().clone()) for tensor in tensors]
+        # In the same memory, so that the outputs are the same to the bit.
+        args, kwargs = change_tensors((batch.args, batch.kwargs), aliased)
+        self.thread, self.captured = threading.get_ident(), None
+        try:
+            # A copy, since a predictor may return the same buffer every time, or what it was given.
+            return read_outputs(self.backbone.model(*args, **kwargs)).detach().clone()
+        except PosthocError:
+            raise
+        except Exception as error:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
+            advice = f" of shape {shapes}; a single point must be a batch of one, x[None]" if shapes else ""
+            error.add_note(f"posthoc: raised by your model, called on one batch of the data{advice}.")
+            raise
+        finally:
+            self.thread = None
+            for tensor, count, copy in before:
+                if version(tensor) != count or (tensor.is_inference() and not torch.equal(tensor, copy)):
+                    tensor.data.copy_(copy)
 
     def capture(self, value: Any) -> None:
         """Keeps what the feature layer returned, or was given, for the batch that runs in this thread."""
         if self.thread != threading.get_ident():
-            return  # someone else's batch
+            return  # a batch of another reader
         while isinstance(value, tuple | list) and value:
             value = value[0]
         if not isinstance(value, Tensor):

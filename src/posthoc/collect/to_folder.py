@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import count, islice
 from typing import Any
@@ -75,12 +75,8 @@ def collect_to_folder(
             generator=torch.Generator(),  # a DataLoader without one draws a seed from the global generator
         )
         with backbone.reading(features=True, inputs=inputs) as read:
-            for batch in loader:
-                if batch is None:
-                    return
-                if isinstance(batch, PosthocError):
-                    raise batch
-                yield join([read(batch)]).to(torch.device("cpu"))
+            for outputs in read(until_end(loader)):
+                yield join([outputs]).to(torch.device("cpu"))
 
     return write_to_folder(parts, folder, identity=identity, total=total, force=force, progress=progress)
 
@@ -144,6 +140,16 @@ class SpanReader(Dataset[Any]):
         if self.stream is None:
             self.stream = iter(self.data.skip(start))
         return list(islice(self.stream, stop - start))
+
+
+def until_end(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yields the batches of a `SpanReader` up to its end, and raises the error that it returned."""
+    for batch in batches:
+        if batch is None:
+            return
+        if isinstance(batch, PosthocError):
+            raise batch
+        yield batch
 
 
 def as_it_is(batch: Any) -> Any:

@@ -290,7 +290,7 @@ def task_of(model: nn.Module | Callable[..., Any] | None, data: Any) -> str:
         if model is None:
             raise DataError(f"Expected posthoc.Outputs, since there is no model to run, got {type(data).__name__}.")
         with Backbone(model, None, None).reading(features=False, inputs=False) as read:
-            data = read(next(iter(iterate(data, CHUNK))))
+            data = next(read(iterate(data, CHUNK)))
     outputs, targets = data.outputs, data.targets
     if targets is None:
         raise DataError("Expected targets: batches (x, y), mappings with labels, Outputs with targets.")

@@ -294,8 +294,7 @@ class FMGP(Method):
         with self._require_backbone(data).reading(features=features, inputs=inputs) as read:
             while True:
                 seen = 0
-                for batch in iterate(data, self.config.batch_size):
-                    outputs = read(batch)
+                for outputs in read(iterate(data, self.config.batch_size)):
                     seen += len(outputs)
                     if len(outputs):
                         fresh = self._checked(join([outputs]), targets=True)

@@ -76,7 +76,7 @@ def collecting(plan: Plan) -> Work:
         if isinstance(batch, PosthocError):
             return batch
         with predictor.backbone.reading(features=True, inputs=plan.inputs) as read:
-            return join([read(batch)]).to(torch.device("cpu"))
+            return join(list(read([batch]))).to(torch.device("cpu"))
 
     return work
 

@@ -30,17 +30,13 @@ class TangentBackbone(Backbone):
 
     def __init__(self, plain: Backbone, tangent_features: Callable[[Batch], Tensor]) -> None:
         super().__init__(plain.model, plain.layer if not plain.takes_input else None, plain._device)
-        self.tangent_features = tangent_features
-
-    @property
-    def has_features(self) -> bool:
-        return True
+        self.tangent_features, self.has_features = tangent_features, True
 
     def listen(self, heard: Callable[[Any], None]) -> None:
         """No layer has these features."""
 
-    def features_of(self, raw: Any, captured: Tensor | None, rows: int) -> Tensor:
-        return self.tangent_features(self.place(raw))
+    def features_of(self, batch: Batch, captured: Tensor | None, rows: int) -> Tensor:
+        return self.tangent_features(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +113,7 @@ class NTKMethod(Method):
         generator = torch.Generator().manual_seed(self.config.seed)
         pairs = distinct(count, min(self.config.num_inducing, count), generator).sort().values
         with evaluating(plain.module), exclusive(plain.module):
-            batches = (plain.place(raw) for raw in iterate(job.data, 256))
-            found = gradients(self.jacobian, batches, pairs, outputs)
+            found = gradients(self.jacobian, plain.batches(iterate(job.data, 256)), pairs, outputs)
         owners = (pairs % outputs)[: len(found)]
         order = owners.argsort(stable=True)
         return found[order.to(found.device)], owners[order]

@@ -17,7 +17,7 @@ from posthoc.collect import opened
 from posthoc.collect.class_scores import as_logits
 from posthoc.collect.loaders import Batch, arrays, is_arrays, iterate, move, row_count, take, tensors_of
 from posthoc.collect.network import Backbone, evaluating, exclusive, run_network
-from posthoc.collect.outputs import Outputs, refuse_infinite
+from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.gaussian import Gaussian
@@ -61,14 +61,8 @@ class NetworkMethod(Method):
 
     def _batches(self, data: Any, size: int = 256) -> Iterator[Batch]:
         """The batches of data on the network's device; raises where inputs are not finite."""
-        rows = 0
-        for raw in iterate(data, size):
-            batch = self.backbone.place(raw)
-            tensors = tensors_of(batch)
-            for tensor in tensors:
-                refuse_infinite(tensor, "inputs", rows)
-            rows += len(tensors[0]) if tensors and tensors[0].ndim else 0
-            device = tensors[0].device if tensors else self.module_device or torch.device("cpu")
+        for batch in self.backbone.batches(iterate(data, size)):
+            device = next((tensor.device for tensor in tensors_of(batch)), self.module_device or torch.device("cpu"))
             yield batch._replace(target=move(batch.target, device) if batch.target is not None else None)
 
     def _answer(
