@@ -9,25 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from posthoc.base import (
-    CHUNK,
-    TYPICAL_ROWS,
-    FeatureConfig,
-    Fitted,
-    Job,
-    Method,
-    TrainingConfig,
-    option,
-    targets_of,
-)
+from posthoc.base import CHUNK, TYPICAL_ROWS, FeatureConfig, Fitted, Job, Method, TrainingConfig, option, targets_of
 from posthoc.collect.outputs import Outputs
-from posthoc.errors import LayerError
 from posthoc.fmgp.coordinates import Coordinates
 from posthoc.fmgp.inducing_points import kmeans
 from posthoc.fmgp.minibatches import DrawnBatches, PointView, TrainingBatch
 from posthoc.kernels import RBF
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.gaussian import Gaussian
+from posthoc.methods.laplace.last_layer import require_last_layer
 from posthoc.numerics import rows_that_fit
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive, working_dtype
@@ -40,10 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["GP"]
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "exact": {"steps": 100, "lr": 0.1},
+    "exact": {"steps": 100, "lr": 0.1, "batch_size": 100},
     "sparse": {"steps": 2000, "lr": 0.02, "batch_size": 256},
 }
-"""Training options that were not given: few steps on all the data, or many on mini-batches."""
+"""Training options of each kind of process. An exact process takes all the data in each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +50,12 @@ class GPConfig(FeatureConfig, TrainingConfig):
 
     def resolved(self, kind: str) -> Training:
         """The training options of an "exact" or a "sparse" process."""
-        given = {name: value for name in DEFAULTS["sparse"] if (value := getattr(self, name)) is not None}
-        return replace(self, **{"batch_size": 100, **DEFAULTS[kind], **given}).training
+        missing = {name: value for name, value in DEFAULTS[kind].items() if getattr(self, name) is None}
+        return replace(self, **missing).training
 
 
 class GP(Method):
-    """A Gaussian process with a squared exponential kernel, its hyper-parameters by marginal likelihood.
+    """A Gaussian process with a squared exponential kernel, whose hyper-parameters maximize the marginal likelihood.
 
     It is exact, or has inducing points where there are more data than it can hold. Its mean is not the network's.
     (`num_data` of `fit` is for inducing points: an exact process counts every point once.) The file of an exact process
@@ -147,38 +137,34 @@ class GP(Method):
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
         features = self.config.on == "features"
-        if features and self.backbone is not None and not self.backbone.has_features:
-            raise LayerError(
-                "Expected a model with a layer to take features from; found none. Name one with layer=..., or use "
-                'on="inputs".'
-            )
+        if features:
+            require_last_layer(self.backbone)
         return features, not features
 
     def _blank(self, shapes: Mapping[str, Any]) -> FittedGP:
-        from posthoc.methods.gp_processes import blank
+        from posthoc.methods.gp_processes import Exact, Sparse
 
         points, width, outputs = shapes["shape"]
-        center = torch.zeros(outputs, dtype=torch.float64) if self.config.mean == "zero" else None
-        process = blank(shapes["kind"], points, width, outputs)
+        x = torch.zeros(points, width, dtype=torch.float64)
+        center = x.new_zeros(outputs) if self.config.mean == "zero" else None
+        process = Exact(x, x.new_zeros(points, outputs)) if shapes["kind"] == "exact" else Sparse(x, outputs)
         return FittedGP(process, Coordinates({self.config.on: width}, self.config.on), self._blank_likelihood(), center)
 
 
 class FittedGP(Fitted):
-    """A process, the units of its coordinates, and the mean of its prior."""
+    """A process, the units of its coordinates, and the mean of its prior (C,), or None where that is the network."""
 
     likelihood: Gaussian
+    process: Process
+    coordinates: Coordinates
+    center: Tensor | None
 
     def __init__(
         self, process: Process, coordinates: Coordinates, likelihood: Likelihood, center: Tensor | None
     ) -> None:
-        super().__init__(likelihood)
-        self.process, self.coordinates = process, coordinates
-        self.register_buffer("center", center)  # (C,), or None where the network is the prior
-        self.center: Tensor | None
+        shapes = {"kind": process.kind, "shape": list(process.shape)}
+        super().__init__(likelihood, shapes, process=process, coordinates=coordinates, center=center)
         self.posterior: Posterior | None = None
-
-    def shapes(self) -> dict[str, Any]:
-        return {"kind": self.process.kind, "shape": list(self.process.shape)}
 
     def predictive(self, outputs: Outputs, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows, in the user's units."""

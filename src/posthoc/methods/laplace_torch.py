@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,6 @@ from posthoc.base import Fitted, Job, MethodConfig, option
 from posthoc.collect.loaders import Batch
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood
-from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.laplace.laplace import linearized
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
@@ -72,23 +72,26 @@ class LaplaceTorch(NetworkMethod):
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         super().__init__(model, likelihood, **options)
-        if isinstance(self._likelihood, Categorical) and self._likelihood.fixed_temperature != 1.0:
-            raise OptionError("laplace-torch knows no temperature of the likelihood but 1.")
-        if isinstance(self._likelihood, Gaussian) and self._likelihood.noise_form != "shared":
-            raise OptionError('laplace-torch knows one noise for all outputs: use Gaussian("shared").')
         self.indices = subnetwork_indices(self.module, self.config.subnetwork)
         free = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         self.num_weights = len(self.indices) if self.indices is not None else free
+        allowed = self.config.max_gigabytes
         needed = COPIES * 4 * self.num_weights**2 / 1e9
-        if self.config.curvature == "full" and needed > self.config.max_gigabytes:
+        if self.config.curvature == "full" and needed > allowed:
             raise OptionError(
-                f'Expected curvature="full" to fit into {self.config.max_gigabytes:g} GB, found that '
-                f'{self.num_weights} weights need {needed:.3g} GB. Use curvature="kron" or "diag", a smaller '
-                "subnetwork, or posthoc.methods.Laplace for the last layer; or allow more with max_gigabytes=...."
+                f'Expected curvature="full" to fit into {allowed:g} GB, found that {self.num_weights} weights need '
+                f'{needed:.3g} GB. Use curvature="kron" or "diag", a smaller subnetwork, or a larger max_gigabytes.'
             )
 
     def _suited(self, likelihood: Any) -> Likelihood:
-        return linearized(likelihood)
+        suited = linearized(likelihood)
+        spec = suited.spec()
+        if spec.get("temperature", 1.0) != 1.0 or spec.get("noise", "shared") != "shared":
+            raise OptionError(
+                "laplace-torch has a temperature of 1 and one noise for all outputs: use Categorical(temperature=1.0) "
+                'or Gaussian("shared").'
+            )
+        return suited
 
     @property
     def prior_precision(self) -> float:
@@ -99,15 +102,12 @@ class LaplaceTorch(NetworkMethod):
         laplace = require("laplace", "laplace", "A Laplace approximation over these weights")
         likelihood = self._start_likelihood(job.train, job.train.outputs.device)
         network = FlatOutputs(copy.deepcopy(self.module).eval(), self._answer)
-        chosen = {} if self.indices is None else {"subnetwork_indices": self.indices}
+        subset: dict[str, Any] = {"subset_of_weights": "all"}
+        if self.indices is not None:
+            subset = {"subset_of_weights": "subnetwork", "subnetwork_indices": self.indices}
         with warnings.catch_warnings(action="ignore"):  # the user can do nothing about what laplace-torch warns of
-            approximation = laplace.Laplace(
-                network,
-                self._likelihood.task,
-                subset_of_weights="all" if self.indices is None else "subnetwork",
-                hessian_structure=self.config.curvature,
-                **chosen,
-            )
+            form = self.config.curvature
+            approximation = laplace.Laplace(network, self._likelihood.task, hessian_structure=form, **subset)
             approximation.fit(Loader(self, job))
             noise = maximize_evidence(approximation, self.config.prior_precision, likelihood)
         if isinstance(likelihood, Gaussian):
@@ -157,14 +157,15 @@ class Loader:
     """The data as laplace-torch reads them: batches of inputs and targets, and a `dataset` with a length."""
 
     def __init__(self, method: LaplaceTorch, job: Job) -> None:
-        self.method, self.data, self.dataset, self.width = method, job.data, job.train, job.train.outputs.shape[1:]
+        self.method, self.data, self.dataset = method, job.data, job.train
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        weight = next(self.method.module.parameters())
+        likelihood, weight = self.method._likelihood, next(self.method.module.parameters())
         for batch in self.method._batches(self.data, self.method.config.batch_size):
             x = one_tensor(batch)
-            y = self.method._likelihood.check_targets(batch.target, weight.new_zeros(len(x), *self.width))
-            yield x, y if self.method._likelihood.task == "classification" else y.to(weight).reshape(len(x), -1)
+            outputs = weight.new_zeros(len(x), *self.dataset.outputs.shape[1:])
+            y = likelihood.check_targets(batch.target, outputs)
+            yield x, y if likelihood.task == "classification" else y.to(weight).reshape(len(x), -1)
 
 
 def subnetwork_indices(module: nn.Module, subnetwork: int | Sequence[str] | None) -> Tensor | None:
@@ -177,15 +178,16 @@ def subnetwork_indices(module: nn.Module, subnetwork: int | Sequence[str] | None
     if isinstance(subnetwork, int):
         size = torch.cat([p.reshape(-1).abs() for p in free.values()])
         return size.argsort(descending=True, stable=True)[: max(1, subnetwork)].sort().values.cpu()
+    chosen: set[str] = set()
     for name in subnetwork:
-        if not any(parameter == name or parameter.startswith(f"{name}.") for parameter in free):
+        parts = {parameter for parameter in free if f"{parameter}.".startswith(f"{name}.")}
+        if not parts:
             raise OptionError(
                 f"Expected subnetwork to name modules or parameters that are not frozen, got {name!r}. The "
                 f"parameters are: {', '.join(free)}."
             )
-    prefixes = tuple(f"{name}." for name in subnetwork)
-    mask = [torch.full((p.numel(),), f"{parameter}.".startswith(prefixes)) for parameter, p in free.items()]
-    return torch.cat(mask).nonzero().squeeze(-1)
+        chosen |= parts
+    return torch.cat([torch.full((p.numel(),), name in chosen) for name, p in free.items()]).nonzero().squeeze(-1)
 
 
 def maximize_evidence(approximation: Any, prior: str | float, likelihood: Likelihood) -> Tensor:  # (1,)
@@ -206,20 +208,20 @@ def maximize_evidence(approximation: Any, prior: str | float, likelihood: Likeli
     return noise
 
 
-def spectrum(held: Any) -> Tensor:
+def spectrum(curvature: Any) -> Tensor:
     """The eigenvalues of a curvature in any of laplace-torch's forms: a matrix, its diagonal, Kronecker factors."""
-    if isinstance(held, Tensor):
-        values = torch.linalg.eigvalsh(held.double()) if held.ndim == 2 else held
+    if isinstance(curvature, Tensor):
+        values = torch.linalg.eigvalsh(curvature.double()) if curvature.ndim == 2 else curvature
     else:
-        groups = ([*map(Tensor.double, group)] for group in held.eigenvalues)
-        values = torch.cat([torch.outer(*group).reshape(-1) if len(group) == 2 else group[0] for group in groups])
+        values = torch.cat([reduce(torch.kron, map(Tensor.double, factors)) for factors in curvature.eigenvalues])
     return values.clamp_min(0.0)
 
 
 def one_tensor(batch: Batch) -> Tensor:
+    """The input of a network that takes one tensor."""
     if len(batch.args) != 1 or not isinstance(batch.args[0], Tensor) or batch.kwargs:
         raise DataError(
-            f"laplace-torch takes networks of one tensor, got {len(batch.args) + len(batch.kwargs)} inputs"
-            f"{' by name' if batch.kwargs else ''}: wrap the network, or use a method that needs outputs alone."
+            f"laplace-torch takes networks of one tensor, got {len(batch.args)} inputs and {len(batch.kwargs)} by name: "
+            "wrap the network, or use a method that needs outputs alone."
         )
     return batch.args[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -119,16 +120,11 @@ class Base(NamedTuple):
         """z and the labels of consecutive rows, as many at a time as fit into memory."""
         return ((self.inverse * centered(f), y) for f, y in blocks(rows.outputs, targets_of(rows)))
 
-    def loss(self, rows: Outputs, departure: Tensor) -> tuple[float, Tensor]:  # (), (C, 2)
-        """The negative log-likelihood of all rows, and its gradient."""
-        total, departure = 0.0, departure.detach().requires_grad_()
+    def losses(self, rows: Outputs, departure: Tensor) -> Iterator[Tensor]:  # of ()
+        """The negative log-likelihoods of consecutive blocks of rows."""
         for z, y in self.blocks(rows):
             logits = z * (1.0 + departure[:, 0]) + self.size * departure[:, 1]
-            loss = nn.functional.cross_entropy(logits, y, reduction="sum")
-            loss.backward()
-            total += loss.item()
-        assert departure.grad is not None
-        return total, departure.grad
+            yield nn.functional.cross_entropy(logits, y, reduction="sum")
 
     def curvature(self, rows: Outputs) -> Tensor:  # (C, 2, 2)
         """The second derivatives of the loss within each class, at no departure."""
@@ -153,11 +149,14 @@ class Base(NamedTuple):
         )
 
         def penalized_loss() -> float:
-            departure = torch.linalg.solve_triangular(factor.mT, whitened.detach(), upper=True).squeeze(-1)
-            loss, gradient = self.loss(rows, departure)
-            gradient = (gradient + ridge * departure)[..., None]
-            whitened.grad = torch.linalg.solve_triangular(factor, gradient, upper=False)
-            return loss + 0.5 * ridge * float(departure.square().sum())
+            departure = torch.linalg.solve_triangular(factor.mT, whitened.detach(), upper=True).requires_grad_()
+            penalty, total = 0.5 * ridge * departure.square().sum(), 0.0
+            for part in chain([penalty], self.losses(rows, departure.squeeze(-1))):
+                part.backward()
+                total += part.item()
+            assert departure.grad is not None
+            whitened.grad = torch.linalg.solve_triangular(factor, departure.grad, upper=False)
+            return total
 
         optimizer.step(penalized_loss)
         return torch.linalg.solve_triangular(factor.mT, whitened.detach(), upper=True).squeeze(-1)
@@ -169,7 +168,7 @@ def best_ridge(base: Base, job: Job, seed: int) -> float:
     best, least, worse = math.inf, math.inf, 0
     for ridge in RIDGES:
         fits = [(base.fit(train, ridge, SEARCH_TOLERANCE), test) for train, test in splits]
-        score = sum(base.loss(test, departure)[0] for departure, test in fits)
+        score = sum(float(loss) for departure, test in fits for loss in base.losses(test, departure))
         best, least, worse = (ridge, score, 0) if score < least else (best, least, worse + 1)
         if worse == PATIENCE:
             break
