@@ -221,7 +221,7 @@ def one_tensor(batch: Batch) -> Tensor:
     """The input of a network that takes one tensor."""
     if len(batch.args) != 1 or not isinstance(batch.args[0], Tensor) or batch.kwargs:
         raise DataError(
-            f"laplace-torch takes networks of one tensor, got {len(batch.args)} inputs and {len(batch.kwargs)} by name: "
-            "wrap the network, or use a method that needs outputs alone."
+            f"laplace-torch takes networks of one tensor, got {len(batch.args)} inputs and {len(batch.kwargs)} named "
+            "ones: wrap the network, or use a method that needs outputs alone."
         )
     return batch.args[0]

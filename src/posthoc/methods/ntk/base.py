@@ -1,4 +1,4 @@
-"""What ELLA and VaLLA share: options, and features made of the Jacobians of all weights."""
+"""What ELLA and VaLLA share: options, and features that are made of the network's Jacobians."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["NTKConfig", "NTKMethod"]
 
 
 class TangentBackbone(Backbone):
-    """A network whose features are made of its Jacobians, so that all that reads features can read them."""
+    """A network whose features are made of its Jacobians. What reads features can then read these."""
 
     def __init__(self, plain: Backbone, tangent_features: Callable[[Batch], Tensor]) -> None:
         super().__init__(plain.model, plain.layer if not plain.takes_input else None, plain._device)
@@ -50,9 +50,12 @@ class NTKConfig(FeatureConfig, SeedConfig):
 
 
 class NTKMethod(Method):
-    """A method on the tangent kernel. With `weights="last"` it reads the features in front of the last layer and needs
-    no network. With "all" it needs one, and its features are products of its Jacobians with some tangents: directions
-    in the space of weights, which a fit chooses and keeps as `tangents`."""
+    """A method on the tangent kernel.
+
+    With `weights="last"` it reads the features in front of the last layer and needs no network. With "all" it needs
+    one, and its features are products of the Jacobians with tangents: directions in the space of weights, which a fit
+    chooses and keeps as `tangents`.
+    """
 
     Config = NTKConfig
     config: NTKConfig
@@ -79,18 +82,10 @@ class NTKMethod(Method):
         """D, the number of features of a point."""
 
     def _check_data(self, data: Any) -> None:
-        self._refuse_outputs(data)
-        if self.config.weights == "all" and isinstance(data, Iterator):
+        if self.config.weights == "all" and isinstance(data, Outputs | Iterator):
             raise DataError(
-                f'{self.name} with weights="all" reads the data more than once: give a DataLoader or arrays, no '
-                "iterator."
-            )
-
-    def _refuse_outputs(self, data: Any) -> None:
-        if self.config.weights == "all" and isinstance(data, Outputs):
-            raise DataError(
-                f'{self.name} with weights="all" runs the network: give what it takes (a DataLoader, arrays), not '
-                'outputs. With weights="last" outputs and features are enough.'
+                f'{self.name} with weights="all" runs the network, more than once in a fit: give a DataLoader or '
+                'arrays, not outputs or an iterator. With weights="last" outputs and features are enough.'
             )
 
     def _require_memory(self, points: int, outputs: int) -> None:
@@ -99,14 +94,14 @@ class NTKMethod(Method):
         needed, allowed = (gradients + 8 * points * self._feature_width(outputs)) / 1e9, self.config.max_gigabytes
         if needed > allowed:
             raise OptionError(
-                f"Expected gradients in {self.jacobian.size:,} weights and features of {points:,} points to fit into "
-                f"{allowed:g} GB, found that they need {needed:.3g} GB. Ask for fewer (num_inducing), fit on less "
-                'data, allow more with max_gigabytes=..., or use weights="last".'
+                f"Expected gradients and features of {points:,} points to fit into {allowed:g} GB, found that they "
+                f"need {needed:.3g} GB. Use a smaller num_inducing, less data, a larger max_gigabytes, or "
+                'weights="last".'
             )
 
     def _draw_gradients(self, job: Job) -> tuple[Tensor, Tensor]:  # (M, P), (M,)
         """Gradients at random pairs of a point and an output, and the outputs of the pairs, in ascending order."""
-        self._refuse_outputs(job.val_data)
+        self._check_data(job.val_data)
         plain, outputs = super()._require_backbone(job.data), job.train.outputs[0].numel()
         self._require_memory(len(job.train), outputs)
         count = len(job.train) * outputs
@@ -114,20 +109,17 @@ class NTKMethod(Method):
         pairs = distinct(count, min(self.config.num_inducing, count), generator).sort().values
         with evaluating(plain.module), exclusive(plain.module):
             found = gradients(self.jacobian, plain.batches(iterate(job.data, 256)), pairs, outputs)
-        owners = (pairs % outputs)[: len(found)]
+        owners = pairs % outputs
         order = owners.argsort(stable=True)
         return found[order.to(found.device)], owners[order]
 
     def _with_features(self, job: Job, tangents: Tensor) -> Job:
         """The job with the features that these tangents give."""
-        backbone = self._tangent_backbone(tangents)
-
-        def collected(data: Any) -> Outputs:
-            outputs = collect(backbone, data, features=True, inputs=False)
-            return self._checked(outputs, targets=True)
-
-        val = collected(job.val_data) if job.val is not None else None
-        return replace(job, train=collected(job.data), val=val)
+        backbone, parts = self._tangent_backbone(tangents), {"train": job.data, "val": job.val_data}
+        for name, data in parts.items():
+            if data is not None:
+                parts[name] = self._checked(collect(backbone, data, features=True, inputs=False), targets=True)
+        return replace(job, **parts)
 
     def _tangent_backbone(self, tangents: Tensor) -> TangentBackbone:
         assert self.backbone is not None
@@ -140,7 +132,8 @@ class NTKMethod(Method):
 
     def _stream(self, data: Any, *, targets: bool = False) -> Generator[Outputs]:
         data = opened(data)
-        self._refuse_outputs(data)
+        if isinstance(data, Outputs):
+            self._check_data(data)
         yield from super()._stream(data, targets=targets)
 
     def _needs(self, *, fitted: bool) -> tuple[bool, bool]:

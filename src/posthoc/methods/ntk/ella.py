@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,10 @@ NOISES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.03, 0.01)
 STOPS = tuple(0.5**halvings for halvings in range(13))
 """Shares of the data after which G may stop early."""
 WORK = 2**33
-"""Numbers computed in a search; where all validation rows need more, some of them are used."""
+"""Numbers computed in a search. Where all validation rows would need more, some of them are used."""
+
+Spectrum = tuple[Tensor, Tensor]
+"""The eigenvalues (K,) and the eigenvectors (K, K) of G, for a noise of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +116,26 @@ class ELLA(NTKMethod):
             directions, classes, along = self._last_layer_directions(job.train, device)
         fitted = FittedELLA(likelihood, directions, classes).to(device)
         sums = self._gauss_newton(job, fitted, early_stop=job.val is not None and self.config.early_stop)
-        if job.val is None:
-            best = self._most_likely(job, likelihood, sums[len(job.train)], float(along.square().sum()))
+        spectra = {rows: eigen(g) for rows, g in sums.items()}
+        if job.val is not None:
+            rows, precision, noise = best_on(job.val, fitted, spectra, self._precisions(job.train, fitted))
         else:
-            best = best_on(job.val, fitted, list(candidates(sums, self._precisions(job.train, fitted), likelihood)))
-        fitted.take(best)
+            rows = len(job.train)
+            # The residuals of a regression have unit mean square.
+            count = float(job.num_data * len(likelihood.scale)) if isinstance(likelihood, Gaussian) else 0.0
+            noises, precision = best_evidence(
+                spectra[rows][0][None],
+                float(along.square().sum()),
+                count=count,
+                square_error=along.new_tensor([count]) if count else None,
+                precision=self.config.prior_precision,
+            )
+            noise = float(noises)
+        values, vectors = spectra[rows]
+        set_relative_noise(likelihood, noise)
+        fitted.factor = vectors * scales(values, precision, noise)
+        fitted.prior_precision.fill_(precision)
+        fitted.rows_used.fill_(rows)
         return fitted
 
     def _last_layer_directions(self, train: Outputs, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,23 +174,12 @@ class ELLA(NTKMethod):
         return sums
 
     def _precisions(self, train: Outputs, fitted: FittedELLA) -> list[float]:
-        """The prior precisions to try."""
+        """The prior precisions that are tried."""
         if self.config.prior_precision is not None:
             return [self.config.prior_precision]
         some = train.spread(fitted.rows_at_once(train)).to(fitted.device)
         size = float(fitted.features(some).square().sum(-1).mean())
         return [(size or 1.0) / prior for prior in PRIORS]
-
-    def _most_likely(self, job: Job, likelihood: Likelihood, g: Tensor, square_norm: float) -> Candidate:
-        """The candidate of the largest marginal likelihood, with the squared norm of the weights that may move."""
-        (values, vectors), count, error = eigen(g), 0.0, None
-        if isinstance(likelihood, Gaussian):  # whose residuals have unit mean square
-            count = float(job.num_data * len(likelihood.scale))
-            error = values.new_tensor([count])
-        noise, precision = best_evidence(
-            values[None], square_norm, count=count, square_error=error, precision=self.config.prior_precision
-        )
-        return Candidate(len(job.train), values, vectors, precision, float(noise))
 
     def _rows_at_once(self) -> int:
         return min(super()._rows_at_once(), rows_that_fit(math.prod(self._width or ()) * len(self._fitted.factor)))
@@ -193,34 +201,23 @@ class ELLA(NTKMethod):
 class FittedELLA(Fitted):
     """Directions in the space of weights, and a root of the covariance of the weights along them."""
 
+    tangents: Tensor  # (K, P)
+    classes: Tensor | None  # (K,), the output of each direction of a last layer
     factor: Tensor  # (K, K)
     prior_precision: Tensor  # ()
     rows_used: Tensor  # (), that G was summed over
 
-    def __init__(
-        self,
-        likelihood: Likelihood,
-        directions: Tensor,  # (K, P)
-        classes: Tensor | None,  # (K,), the output of each direction of a last layer
-    ) -> None:
-        super().__init__(likelihood)
-        self.register_buffer("tangents", directions)
-        self.tangents: Tensor
-        self.register_buffer("classes", classes)
-        self.classes: Tensor | None
-        self.register_buffer("factor", torch.zeros(len(directions), len(directions), dtype=torch.float64))
-        self.register_buffer("prior_precision", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("rows_used", torch.zeros((), dtype=torch.long))
-
-    def shapes(self) -> dict[str, Any]:
-        return {"directions": list(self.tangents.shape)}
-
-    def take(self, best: Candidate) -> None:
-        """Takes the values of the best candidate."""
-        set_relative_noise(self.likelihood, best.noise)
-        self.factor = best.vectors * best.scales()
-        self.prior_precision.fill_(best.prior_precision)
-        self.rows_used.fill_(best.rows)
+    def __init__(self, likelihood: Likelihood, tangents: Tensor, classes: Tensor | None) -> None:
+        zero = torch.zeros((), dtype=torch.float64)
+        super().__init__(
+            likelihood,
+            {"directions": list(tangents.shape)},
+            tangents=tangents,
+            classes=classes,
+            factor=zero.repeat(len(tangents), len(tangents)),
+            prior_precision=zero,
+            rows_used=zero.long(),
+        )
 
     def rows_at_once(self, outputs: Outputs) -> int:
         return rows_that_fit(outputs.outputs[0].numel() * len(self.factor))
@@ -257,20 +254,6 @@ class FittedELLA(Fitted):
         return (weighted.mT @ weighted - mean.mT @ mean) / temperature.square()
 
 
-class Candidate(NamedTuple):
-    """A posterior covariance that may be the best, (G/σ² + δI)⁻¹, by G's eigenvalues and eigenvectors."""
-
-    rows: int  # that G was summed over
-    values: Tensor  # (K,), for a noise of one
-    vectors: Tensor  # (K, K)
-    prior_precision: float  # δ
-    noise: float  # σ² in units of the mean squared residual; 1 for classes
-
-    def scales(self) -> Tensor:  # (K,)
-        """Standard deviations along the eigenvectors."""
-        return (self.values / self.noise + self.prior_precision).rsqrt()
-
-
 def leading(j: Tensor, most: int) -> tuple[Tensor, Tensor]:  # (K, P), (K,)
     """Orthonormal directions that explain most of J Jᵀ, and how much: Jᵀ U Λ^(-½) of its leading eigenvectors."""
     values, vectors = torch.linalg.eigh(products(j, j))
@@ -282,34 +265,35 @@ def leading(j: Tensor, most: int) -> tuple[Tensor, Tensor]:  # (K, P), (K,)
     return (vectors * values.rsqrt()).mT.to(j.dtype) @ j, values
 
 
-def candidates(sums: Mapping[int, Tensor], precisions: list[float], likelihood: Likelihood) -> Iterator[Candidate]:
-    """One for each G (by the rows that it was summed over), prior precision and noise."""
-    noises = NOISES if isinstance(likelihood, Gaussian) else (1.0,)
-    for rows, g in sums.items():
-        values, vectors = eigen(g)
-        for precision, noise in product(precisions, noises):
-            yield Candidate(rows, values, vectors, precision, noise)
-
-
-def best_on(val: Outputs, fitted: FittedELLA, tried: list[Candidate]) -> Candidate:
-    """The candidate under which validation rows are likeliest."""
-    some = val.spread(max(1000, WORK // (len(tried) * val.outputs[0].numel() * len(fitted.factor))))
-    scores = torch.zeros(len(tried), dtype=torch.float64)
+def best_on(
+    val: Outputs, fitted: FittedELLA, spectra: Mapping[int, Spectrum], precisions: list[float]
+) -> tuple[int, float, float]:
+    """The rows that G is summed over, the prior precision and the noise under which validation rows are likeliest."""
+    likelihood = fitted.likelihood
+    grid = list(product(precisions, NOISES if isinstance(likelihood, Gaussian) else NOISES[:1]))
+    work = len(spectra) * len(grid) * val.outputs[0].numel() * len(fitted.factor)
+    some = val.spread(max(1000, WORK // work))
+    scores: dict[tuple[int, float, float], float] = defaultdict(float)
     size = fitted.rows_at_once(some)
     for start in range(0, len(some), size):
         part = some[start : start + size].to(fitted.device)
-        phi, vectors = fitted.features(part), None
-        for i, candidate in enumerate(tried):
-            if vectors is not candidate.vectors:  # those of one G are neighbors
-                vectors = candidate.vectors
-                along = phi @ vectors
-            set_relative_noise(fitted.likelihood, candidate.noise)
-            predictive = fitted.likelihood.predictive(part.outputs, FactorLatent(along * candidate.scales()))
-            scores[i] += float(predictive.log_prob(part.targets).double().sum())
-    return tried[int(scores.argmax())]
+        phi = fitted.features(part)
+        for rows, (values, vectors) in spectra.items():
+            along = phi @ vectors
+            for precision, noise in grid:
+                set_relative_noise(likelihood, noise)
+                latent = FactorLatent(along * scales(values, precision, noise))
+                log_p = likelihood.predictive(part.outputs, latent).log_prob(part.targets)
+                scores[rows, precision, noise] += float(log_p.double().sum())
+    return max(scores, key=lambda candidate: scores[candidate])
+
+
+def scales(values: Tensor, precision: float, noise: float) -> Tensor:  # (K,)
+    """Standard deviations along the eigenvectors of G, of a posterior (G/σ² + δI)⁻¹."""
+    return (values / noise + precision).rsqrt()
 
 
 def set_relative_noise(likelihood: Likelihood, noise: float) -> None:
-    """Sets σ², in units of the mean squared residual."""
+    """Sets the σ² of a regression, in units of the mean squared residual."""
     if isinstance(likelihood, Gaussian):
         likelihood.set_noise(noise * likelihood.scale.square())

@@ -20,11 +20,11 @@ from posthoc.kernels import Linear, Points, Space
 __all__ = ["Jacobian", "LastLayerNTK", "gradients", "products"]
 
 CHUNK_BYTES = 2**28
-"""Gradients are written out so many bytes at a time, but for at least one row,"""
+"""Bytes of the gradients that are computed at once, for at least one row."""
 ROWS, DIRECTIONS = 128, 8
-"""and directional derivatives taken of so many rows, in so many directions at once."""
+"""Rows, and directions, of which directional derivatives are computed at once."""
 WEIGHTS = 2**16
-"""Products of gradients are summed over so many weights at once."""
+"""Weights that products of gradients are summed over at once."""
 
 
 class Jacobian:
@@ -60,12 +60,8 @@ class Jacobian:
         outputs = read_outputs(functional_call(self.module, weights, mine.args, mine.kwargs)).reshape(count(batch), -1)
         return as_logits(outputs, "logits") if self.task == "classification" and outputs.shape[1] == 1 else outputs
 
-    def pull(
-        self,
-        batch: Batch,
-        combinations: Tensor,  # (N, R, C), of each row's outputs
-    ) -> Tensor:  # (N, R, P)
-        """The gradients of combinations of the outputs: J(x) itself where these are an identity."""
+    def pull(self, batch: Batch, combinations: Tensor) -> Tensor:  # (N, R, P)
+        """The gradients of combinations (N, R, C) of each row's outputs; with an identity for each row, J(x)."""
         with torch.inference_mode(False):
             batch, weights = copied(batch), self.weights
             leaves, spec = tree_flatten((batch.args, batch.kwargs))
@@ -81,28 +77,21 @@ class Jacobian:
             try:
                 return vmap(one, (0, *in_rows))(combinations, *leaves)
             except RuntimeError:
-                return torch.stack(
-                    [self._slowly(part, c) for part, c in zip(pieces(batch, 1), combinations, strict=True)]
-                )
+                return torch.stack([self._slowly(*row) for row in zip(pieces(batch, 1), combinations, strict=True)])
 
+    @torch.enable_grad()
     def _slowly(self, row: Batch, combinations: Tensor) -> Tensor:  # (R, P)
-        """One row's gradients, by nothing but the network's own backward pass."""
-        with torch.enable_grad():
-            weights = {name: weight.requires_grad_() for name, weight in self.weights.items()}
-            outputs, found = self.outputs(weights, row)[0], []
-            for combination in combinations.to(outputs):
-                parts = torch.autograd.grad(
-                    outputs, list(weights.values()), combination, retain_graph=True, materialize_grads=True
-                )
-                found.append(torch.cat([part.reshape(-1) for part in parts]))
-            return torch.stack(found)
+        """The gradients of one row, by backward passes without `torch.func`."""
+        weights = {name: weight.requires_grad_() for name, weight in self.weights.items()}
+        outputs, parameters = self.outputs(weights, row)[0], list(weights.values())
+        gradients = []
+        for each in combinations.to(outputs):
+            parts = torch.autograd.grad(outputs, parameters, each, retain_graph=True, materialize_grads=True)
+            gradients.append(torch.cat([part.reshape(-1) for part in parts]))
+        return torch.stack(gradients)
 
-    def push(
-        self,
-        batch: Batch,
-        directions: Tensor,  # (K, P)
-    ) -> Tensor:  # (N, C, K)
-        """J(x) times directions in the space of weights, forward: J(x) is never written out."""
+    def push(self, batch: Batch, directions: Tensor) -> Tensor:  # (N, C, K)
+        """J(x) times directions (K, P) in the space of weights, in forward mode: J(x) itself is not computed."""
         return torch.cat([self._push(part, directions) for part in pieces(batch, ROWS)])
 
     def _push(self, batch: Batch, directions: Tensor) -> Tensor:
@@ -167,12 +156,10 @@ class LastLayerNTK(Linear):
         self.bias = bias
 
     def forward(self, a: Points, b: Points) -> Tensor:
-        k = super().forward(a, b)
-        return k + self.log_variance.exp() if self.bias else k
+        return super().forward(a, b) + self.bias * self.log_variance.exp()
 
     def diag(self, a: Points) -> Tensor:
-        k = super().diag(a)
-        return k + self.log_variance.exp() if self.bias else k
+        return super().diag(a) + self.bias * self.log_variance.exp()
 
     def spec(self) -> dict[str, Any]:
         return {"type": "last_layer_ntk", "on": self.on, "bias": self.bias}
