@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,13 @@ import numpy as np
 from torch import Tensor
 
 from posthoc.collect.folder import LOCK, Manifest, arrays_of, open_folder, require_ours, row_type
-from posthoc.collect.loaders import array_of, tensor_of
+from posthoc.collect.loaders import Array, array_of, tensor_of
 from posthoc.collect.outputs import NAMES, Outputs
 from posthoc.collect.tables import Columns, read_csv, read_parquet, unreadable, write_parquet
 from posthoc.errors import DataError, FileError, OptionError
 from posthoc.io import atomic_folder, atomic_path, lock, require_regular, writing
 
 __all__ = ["open_outputs", "opened", "read_identity", "save_outputs", "split_range"]
-
-SUFFIXES = (".npz", ".safetensors", ".parquet")
 
 
 def open_outputs(path: str | os.PathLike[str], *, columns: Columns | None = None) -> Outputs:
@@ -53,24 +50,23 @@ def open_outputs(path: str | os.PathLike[str], *, columns: Columns | None = None
     form = form_of(file)
     if columns is not None and form not in TABLES:
         raise OptionError(f"Expected a Parquet or CSV table to take columns from, found a {form} at {file}.")
-    if form == "folder":
-        outputs = open_folder(file)
-    else:
-        try:
-            outputs = Outputs(**(TABLES[form](file, columns) if form in TABLES else ARRAYS[form](file)))
-            if not len(outputs):
-                raise DataError("Expected at least one row, got none.")
-        except DataError as error:
-            raise DataError(f"{error} This is in {file}.") from error
+    outputs = open_folder(file) if form == "folder" else read_file(file, form, columns)
     if rows is None:
         return outputs
     part = outputs[rows]
     if not len(part):
         raise OptionError(f"Expected a range with rows in it, got none with {str(path)!r}: there are {len(outputs)}.")
-    if form == "folder":
-        return part
-    # Copies, so that the other rows need not stay in memory.
-    return Outputs.trusted(**{name: tensor.clone() for name, tensor in vars(part).items() if tensor is not None})
+    return part if form == "folder" else part.clone()  # so that the other rows need not stay in memory
+
+
+def read_file(path: Path, form: str, columns: Columns | None) -> Outputs:
+    try:
+        outputs = Outputs(**(TABLES[form](path, columns) if form in TABLES else ARRAYS[form](path)))
+        if not len(outputs):
+            raise DataError("Expected at least one row, got none.")
+    except DataError as error:
+        raise DataError(f"{error} This is in {path}.") from error
+    return outputs
 
 
 def save_outputs(outputs: Outputs, path: str | os.PathLike[str], *, force: bool = False) -> None:
@@ -83,10 +79,10 @@ def save_outputs(outputs: Outputs, path: str | os.PathLike[str], *, force: bool 
     """
     target = Path(path)
     suffix = target.suffix.lower()
-    if suffix and suffix not in SUFFIXES:
-        wanted = f"{', '.join(SUFFIXES)}, or in no suffix for a folder"
+    if suffix and suffix not in WRITERS:
+        wanted = f"{', '.join(WRITERS)}, or in no suffix for a folder"
         raise OptionError(f"Expected a name that ends in {wanted}, got {target.name!r}.")
-    arrays: dict[str, Any] = arrays_of(outputs)
+    arrays = arrays_of(outputs)
     if not len(outputs):
         raise DataError("Expected at least one row to save, got none.")
     if target.exists() and not force:
@@ -96,15 +92,10 @@ def save_outputs(outputs: Outputs, path: str | os.PathLike[str], *, force: bool 
             write_folder(target, arrays)
             return
         with atomic_path(target) as temporary:
-            if suffix == ".npz":
-                np.savez(temporary, **arrays)
-            elif suffix == ".parquet":
-                write_parquet(temporary, arrays)
-            else:
-                write_safetensors(temporary, arrays)
+            WRITERS[suffix](temporary, arrays)
 
 
-def write_folder(target: Path, arrays: dict[str, Any]) -> None:
+def write_folder(target: Path, arrays: dict[str, Array]) -> None:
     if target.is_file():
         raise FileError(f"Expected the name of a folder, found a file: {target}.")
     with ExitStack() as stack:
@@ -164,10 +155,10 @@ def form_of(path: Path) -> str:
     if text and len(text.encode()) > len(start) - 4 and all(letter >= " " or letter in "\t\r\n" for letter in text):
         return "CSV"
     others = {b"": "an empty file", b"\x93": "a single .npy array", b"\x80": "a pickle, which is never opened,"}
+    found = others.get(start[:1], "something else (or a damaged file)")
     raise FileError(
         "Expected an .npz, .safetensors, Parquet or CSV file, or a folder that posthoc wrote, found "
-        f"{others.get(start[:1], 'something else (or a damaged file)')} in {path}. Make one with "
-        "np.savez(path, outputs=..., targets=...), say."
+        f"{found} in {path}. Make one with np.savez(path, outputs=..., targets=...), say."
     )
 
 
@@ -177,11 +168,11 @@ def form_of(path: Path) -> str:
 def read_npz(path: Path) -> dict[str, Tensor]:
     try:
         with np.load(path, allow_pickle=False) as file:
-            names = file.files
-            arrays = {name: np.asarray(file[name]) for name in NAMES if name in names}
+            arrays = {name: np.asarray(file[name]) for name in ours(path, file.files)}
+    except FileError:
+        raise
     except Exception as error:  # a damaged archive fails in many ways
         raise unreadable(path, "an .npz file of arrays of numbers", error) from error
-    require_outputs(path, names)
     return {name: tensor_of(array, name) for name, array in arrays.items()}
 
 
@@ -190,15 +181,26 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
     try:
         with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            tensors = {name: file.get_tensor(name) for name in NAMES if name in names}
-    except (SafetensorError, OSError) as error:
+            arrays = {name: array_of(file.get_tensor(name), name) for name in ours(path, file.keys())}
+    except SafetensorError as error:
         raise unreadable(path, "a safetensors file", error) from error
-    require_outputs(path, names)
-    return {name: tensor_of(array_of(tensor, name), name) for name, tensor in tensors.items()}
+    return {name: tensor_of(array, name) for name, array in arrays.items()}
 
 
-def write_safetensors(path: Path, arrays: dict[str, Any]) -> None:
+def ours(path: Path, names: list[str]) -> list[str]:
+    """The names in a file that are parts of `Outputs`."""
+    if "outputs" not in names:
+        found = ", ".join(ascii(name)[1:-1] for name in names[:20]) or "none"
+        advice = f"rename the arrays to those of {', '.join(NAMES)} that there are"
+        raise FileError(f"Expected an array named outputs in {path}, found {found}: {advice}.")
+    return [name for name in NAMES if name in names]
+
+
+def write_npz(path: Path, arrays: dict[str, Array]) -> None:
+    np.savez(path, **arrays)  # type: ignore[arg-type]  # keywords of its own
+
+
+def write_safetensors(path: Path, arrays: dict[str, Array]) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
@@ -208,14 +210,6 @@ def write_safetensors(path: Path, arrays: dict[str, Any]) -> None:
         raise OSError(str(error)) from error
 
 
-def require_outputs(path: Path, names: Iterable[str]) -> None:
-    if "outputs" not in names:
-        listed = ", ".join(ascii(name)[1:-1] for name in list(names)[:20])
-        raise FileError(
-            f"Expected an array named outputs in {path}, found {listed or 'none'}: rename the arrays to those of "
-            f"outputs, targets, features, inputs that there are."
-        )
-
-
 ARRAYS = {".npz": read_npz, ".safetensors": read_safetensors}
 TABLES = {"Parquet": read_parquet, "CSV": read_csv}
+WRITERS = {".npz": write_npz, ".safetensors": write_safetensors, ".parquet": write_parquet}

@@ -33,7 +33,6 @@ MANIFEST = "outputs.json"
 LOCK = ".lock"
 FORMAT = "posthoc-outputs"
 VERSION = 1
-DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "bool")
 DAMAGED = "The folder was changed or damaged: make it again, with force=True."
 
 COMMIT_SECONDS = 5.0
@@ -60,11 +59,10 @@ def file_size(row: np.dtype[Any], rows: int) -> int:
 
 def require_header(file: BinaryIO, path: Path, row: np.dtype[Any], *rows: int) -> None:
     """Refuses a file that does not begin as a `.npy` file of so many such rows does."""
-    found = file.read(len(header(row, 0)))
-    if found not in [header(row, number) for number in rows]:
-        raise FileError(
-            f"Expected a .npy file of {rows[-1]} rows of {row} in {path}, found {found[10:].strip()!r}. {DAMAGED}"
-        )
+    start = file.read(len(header(row, 0)))
+    if start not in [header(row, number) for number in rows]:
+        found = f"{start[10:].strip()!r}. {DAMAGED}"
+        raise FileError(f"Expected a .npy file of {rows[-1]} rows of {row} in {path}, found {found}")
 
 
 @dataclass(frozen=True)
@@ -90,20 +88,18 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """The manifest of a folder, checked."""
         document = read_document(folder)
-        if document.get("version") != VERSION:
-            found = f"{document.get('version')} in {folder}"
-            raise FileError(f"Expected format version {VERSION}, found {found}: make it again, with force=True.")
+        if (version := document.get("version")) != VERSION:
+            advice = "make it again, with force=True"
+            raise FileError(f"Expected format version {VERSION}, found {version} in {folder}: {advice}.")
         try:
             rows, complete, arrays = document["rows"], document["complete"], document["arrays"]
-            sound = type(rows) is int and type(complete) is bool and (rows > 0) == ("outputs" in arrays)
-            sound = sound and set(arrays) <= set(NAMES) and all(each["dtype"] in DTYPES for each in arrays.values())
             types = {name: np.dtype((each["dtype"], tuple(each["width"]))) for name, each in arrays.items()}
-            manifest = cls(rows, complete, dict(document["identity"]), types)
+            sound = type(rows) is int and type(complete) is bool and (rows > 0) == ("outputs" in types)
+            if sound and types.keys() <= set(NAMES) and all(row.base.kind in "fib" for row in types.values()):
+                return cls(rows, complete, dict(document["identity"]), types)
         except (KeyError, TypeError, ValueError, AttributeError):
-            sound = False
-        if not sound:
-            raise FileError(f"Expected rows, identity and arrays in {folder / MANIFEST}, found others. {DAMAGED}")
-        return manifest
+            pass
+        raise FileError(f"Expected rows, identity and arrays in {folder / MANIFEST}, found others. {DAMAGED}")
 
 
 def read_document(folder: Path) -> dict[str, Any]:
@@ -125,14 +121,13 @@ def open_folder(folder: Path) -> Outputs:
     """Maps a finished folder; nothing but the headers is read."""
     manifest = Manifest.read(folder)
     if not manifest.complete:
-        raise FileError(
-            f"Expected a finished folder of outputs, found one with {manifest.rows} rows so far: {folder}. "
-            "Run the collection again: it goes on from there."
-        )
+        found = f"one with {manifest.rows} rows so far: {folder}. Run the collection again: it goes on from there."
+        raise FileError(f"Expected a finished folder of outputs, found {found}")
     if not manifest.rows:
         raise FileError(f"Expected at least one row in {folder}, found none. {DAMAGED}")
-    tensors = {name: mapped(folder / f"{name}.npy", row, manifest.rows) for name, row in manifest.arrays.items()}
-    return Outputs.trusted(**tensors)
+    return Outputs.trusted(
+        **{name: mapped(folder / f"{name}.npy", row, manifest.rows) for name, row in manifest.arrays.items()}
+    )
 
 
 def mapped(path: Path, row: np.dtype[Any], rows: int) -> Tensor:
@@ -151,8 +146,7 @@ def mapped(path: Path, row: np.dtype[Any], rows: int) -> Tensor:
 def copy_on_write(file: BinaryIO) -> mmap.mmap:
     if sys.platform == "win32":
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    # Linux would set memory aside for the changes, and so refuse files larger than the memory, but for this flag,
-    # which Python has a name for only in later versions.
+    # Without this flag, which later versions of Python have a name for, Linux refuses files larger than the memory.
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
     return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | no_reserve, mmap.PROT_READ | mmap.PROT_WRITE)
 
@@ -166,6 +160,9 @@ class OutputsWriter:
         folder: A new or empty folder, or one of outputs.
         identity: A JSON mapping of all that the rows depend on. A folder of another identity is refused.
         force: Whether to start a folder over, whatever outputs it holds.
+
+    Attributes:
+        rows: The number of rows so far, those of an earlier run included.
 
     Example:
         >>> import tempfile
@@ -192,16 +189,11 @@ class OutputsWriter:
                 require_writable(self.folder).mkdir(exist_ok=True)
             stack.enter_context(lock(self.folder / LOCK))
             self._manifest = begin(self.folder, dict(identity), force=force)
-            self._rows, self._types = self._manifest.rows, self._manifest.arrays
+            self.rows, self._types = self._manifest.rows, self._manifest.arrays
             self._open_files(stack)
             self._stack = stack.pop_all()
         self._open = True
         self._committed_at = time.monotonic()
-
-    @property
-    def rows(self) -> int:
-        """The number of rows so far, those of an earlier run included."""
-        return self._rows
 
     def append(self, outputs: Outputs) -> None:
         """Adds rows with the same arrays, dtypes and widths as those before; they count a few seconds later."""
@@ -218,20 +210,20 @@ class OutputsWriter:
                 self._open_files(self._stack)
                 sync_folder(self.folder)
             for name, array in arrays.items():
-                write_at(self._files[name], file_size(types[name], self._rows), np.ascontiguousarray(array).data)
-            self._rows += len(outputs)
+                write_at(self._files[name], file_size(types[name], self.rows), np.ascontiguousarray(array).data)
+            self.rows += len(outputs)
             if time.monotonic() - self._committed_at >= COMMIT_SECONDS:
                 self._commit()
 
     def finish(self) -> None:
         """Marks the folder complete, so that it can be opened, and closes it for writing."""
         self._require_open()
-        if not self._rows:
+        if not self.rows:
             raise DataError(f"Expected at least one row to finish {self.folder} with, got none: append some first.")
         with self._writing():
             self._commit()  # the headers are changed once all rows count: a run that goes on needs to know them
             for name, file in self._files.items():
-                write_at(file, 0, header(self._types[name], self._rows))
+                write_at(file, 0, header(self._types[name], self.rows))
             self._commit(complete=True)
         self._close()
 
@@ -253,21 +245,21 @@ class OutputsWriter:
     def _open_files(self, stack: ExitStack) -> None:
         for name, row in self._types.items():
             path = self.folder / f"{name}.npy"
-            file = self._files[name] = stack.enter_context(path.open("r+b" if self._rows else "w+b", buffering=0))
-            if self._rows:
-                require_header(file, path, row, 0, self._rows)
-                size, end = os.fstat(file.fileno()).st_size, file_size(row, self._rows)
+            file = self._files[name] = stack.enter_context(path.open("r+b" if self.rows else "w+b", buffering=0))
+            if self.rows:
+                require_header(file, path, row, 0, self.rows)
+                size, end = os.fstat(file.fileno()).st_size, file_size(row, self.rows)
                 if size < end:
                     raise FileError(f"Expected {end} bytes or more in {path}, found {size}. {DAMAGED}")
             write_at(file, 0, header(row, 0))
 
     def _commit(self, *, complete: bool = False) -> None:
         """Waits until all rows are on the disk, and records that they count."""
-        if self._rows > self._manifest.rows or complete:
+        if self.rows > self._manifest.rows or complete:
             for name, file in self._files.items():
-                file.truncate(file_size(self._types[name], self._rows))
+                file.truncate(file_size(self._types[name], self.rows))
                 os.fsync(file.fileno())
-            manifest = Manifest(self._rows, complete, self._manifest.identity, self._types)
+            manifest = Manifest(self.rows, complete, self._manifest.identity, self._types)
             manifest.write(self.folder)
             self._manifest = manifest
         self._committed_at = time.monotonic()
@@ -317,9 +309,9 @@ def begin(folder: Path, identity: dict[str, Any], *, force: bool) -> Manifest:
         manifest.write(folder)
     require_same(folder, manifest.identity, identity)
     if manifest.complete:
+        advice = "Open it with open_outputs; to make it again, use --force (force=True)."
         raise FileError(
-            f"Expected a folder to go on with, found a complete one of {manifest.rows} rows: {folder}. Open it "
-            "with open_outputs; to make it again, use --force (force=True)."
+            f"Expected a folder to go on with, found a complete one of {manifest.rows} rows: {folder}. {advice}"
         )
     for name in set(NAMES) - manifest.arrays.keys():
         (folder / f"{name}.npy").unlink(missing_ok=True)  # not truncated: the file may be mapped
@@ -331,10 +323,9 @@ def require_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> N
     values = {key: (there.get(key, "nothing"), here.get(key, "nothing")) for key in sorted({**there, **here})}
     differing = [f"{key}: {a!r:.90} there, {b!r:.90} now" for key, (a, b) in values.items() if a != b]
     if differing:
-        raise FileError(
-            f"Expected to go on with the outputs in {folder}, found that they are of something else "
-            f"({'; '.join(differing[:4])}). Collect elsewhere, or start over with --force (force=True)."
-        )
+        found = f"they are of something else ({'; '.join(differing[:4])})"
+        advice = "Collect elsewhere, or start over with --force (force=True)."
+        raise FileError(f"Expected to go on with the outputs in {folder}, found that {found}. {advice}")
 
 
 def described(types: Mapping[str, np.dtype[Any]]) -> str:

@@ -17,19 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from posthoc.errors import DataError
 from posthoc.validation import require_finite
 
-__all__ = [
-    "Batch",
-    "arrays",
-    "as_tensor",
-    "is_arrays",
-    "is_pair",
-    "iterate",
-    "move",
-    "read_batches",
-    "refuse_infinite",
-    "row_count",
-    "take",
-]
+__all__ = ["Batch", "arrays", "as_tensor", "is_arrays", "is_pair", "iterate", "read_batches", "row_count", "take"]
 
 Array = np.ndarray[Any, Any]
 
@@ -104,8 +92,8 @@ def iterate(data: Any, batch_size: int) -> Iterator[Any]:
         # With a generator of its own: a DataLoader without one draws a seed from the global generator.
         yield from DataLoader(data, batch_size=batch_size, collate_fn=collate, generator=torch.Generator())
     elif is_list(data) and len(data) and is_numbers(data):
-        advice = "give an array, as np.asarray(data, dtype=np.float32) makes it."
-        raise DataError(f"Expected arrays or batches, got a list of numbers, which could be either: {advice}")
+        advice = "give an array, as np.asarray(data, dtype=np.float32) makes it"
+        raise DataError(f"Expected arrays or batches, got a list of numbers, which could be either: {advice}.")
     elif isinstance(data, Iterable):
         yield from stream(data, batch_size)
     else:
@@ -189,18 +177,20 @@ def change_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def tensors_of(batch: Batch) -> list[Tensor]:
     """All tensors among the arguments of a batch."""
+    return [value for value in leaves((batch.args, batch.kwargs)) if isinstance(value, Tensor)]
+
+
+def leaves(value: Any) -> list[Any]:
+    """What `change_tensors` applies its function to."""
     found: list[Any] = []
-    change_tensors((batch.args, batch.kwargs), found.append)
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+    change_tensors(value, found.append)
+    return found
 
 
 def copied(batch: Batch) -> Batch:
     """The batch with tensors of its own, for a network that may work in place or is run several times."""
-
-    def copy(value: Any) -> Any:
-        return value.clone() if isinstance(value, Tensor) else value
-
-    return batch._replace(args=change_tensors(batch.args, copy), kwargs=change_tensors(batch.kwargs, copy))
+    args, kwargs = change_tensors((batch.args, batch.kwargs), lambda v: v.clone() if isinstance(v, Tensor) else v)
+    return Batch(args, kwargs, batch.target)
 
 
 def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -230,24 +220,21 @@ def arrays(data: Any) -> Any:
         return as_array(data)
     if isinstance(data, Mapping):
         # A tuple among the values is an option, such as the size of images.
-        listed = {name for name, value in data.items() if isinstance(value, list) and is_numbers(value)}
-        return {name: as_array(v) if name in listed or is_table(v) else v for name, v in data.items()}
+        fit = {name for name, v in data.items() if is_table(v) or (isinstance(v, list) and is_numbers(v))}
+        return {name: as_array(value) if name in fit else value for name, value in data.items()}
     if not isinstance(data, tuple | list) or len(data) < 2:
         return data
     first, *others = data
-    others_fit = all(map(stands_for_array, others))
+    unfit = [type(other).__name__ for other in others if not stands_for_array(other)]
     if isinstance(first, Mapping):
-        return (arrays(first), *map(as_array, others)) if others_fit else data  # else batches
+        return data if unfit else (arrays(first), *map(as_array, others))
     if not is_array(first) and not is_table(first) and not (isinstance(data, tuple) and is_numbers(first)):
         return data
     if isinstance(data, list):
-        return list(map(as_array, data)) if others_fit else data
-    if not others_fit:
-        found = next(type(other).__name__ for other in others if not stands_for_array(other))
-        raise DataError(
-            f"Expected a pair (x, y) of arrays, tables or lists of numbers, got a {found} beside an array: convert it, "
-            "or give batches, as a list or a DataLoader."
-        )
+        return data if unfit else list(map(as_array, data))
+    if unfit:
+        found = f"a {unfit[0]} beside an array: convert it, or give batches, as a list or a DataLoader"
+        raise DataError(f"Expected a pair (x, y) of arrays, tables or lists of numbers, got {found}.")
     return tuple(map(as_array, data))
 
 
@@ -258,9 +245,8 @@ def is_arrays(data: Any) -> bool:
 
 def is_pair(data: Any) -> bool:
     """Whether data are several arrays, the last one perhaps the targets, and not a list of batches."""
-    if not isinstance(data, tuple | list) or len(data) < 2:
-        return False
-    return (is_array(data[0]) or isinstance(data[0], Mapping)) and all(map(is_array, data[1:]))
+    several = isinstance(data, tuple | list) and len(data) > 1
+    return several and isinstance(data[0], Tensor | np.ndarray | Mapping) and all(map(is_array, data[1:]))
 
 
 def is_array(data: Any) -> bool:
@@ -276,10 +262,8 @@ def is_table(data: Any) -> bool:
 
 def is_numbers(data: Any) -> bool:
     """Whether data are a number, or a sequence of numbers, or of such sequences."""
-    while is_list(data):
-        if not len(data):
-            return True
-        data = data[0]
+    if is_list(data):
+        return not len(data) or is_numbers(data[0])
     return isinstance(data, Number | np.generic) or (is_array(data) and data.ndim == 0)
 
 
@@ -348,8 +332,7 @@ def array_of(tensor: Tensor, name: str) -> Array:
 
 def row_count(data: Any) -> int:
     """The number of rows of arrays that belong together."""
-    lengths: set[int] = set()
-    change_tensors(data, lambda value: lengths.update(value.shape[:1]) if is_array(value) else None)
+    lengths = {length for value in leaves(data) if is_array(value) for length in value.shape[:1]}
     if len(lengths) != 1:
         raise DataError(f"Expected arrays with as many rows each, got {sorted(lengths) or 'none'}.")
     return lengths.pop()
@@ -357,12 +340,10 @@ def row_count(data: Any) -> int:
 
 def take(data: Any, rows: slice | Tensor) -> Any:
     """Takes rows of arrays that belong together; values that are no arrays apply to all rows."""
-    if isinstance(data, Mapping):
-        return {name: take(value, rows) for name, value in data.items()}
-    if isinstance(data, tuple | list):
-        return tuple(take(part, rows) for part in data)
-    if not is_array(data) or not data.ndim:
-        return data
-    if isinstance(rows, slice):
-        return data[rows]
-    return data[rows.to(data.device) if isinstance(data, Tensor) else rows.numpy()]
+
+    def taken(value: Any) -> Any:
+        if isinstance(value, Tensor) and isinstance(rows, Tensor):
+            return value[rows.to(value.device)]
+        return value[rows if isinstance(rows, slice) else rows.numpy()]
+
+    return change_tensors(data, lambda value: taken(value) if is_array(value) and value.ndim else value)

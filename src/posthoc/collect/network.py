@@ -8,8 +8,9 @@ meanwhile.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -46,13 +47,8 @@ CHECKED: WeakSet[nn.Module] = WeakSet()
 
 CHANGED = (
     "Expected a network that stays as it is while posthoc runs it, found {}. If another thread trains it, predict with "
-    "a copy (copy.deepcopy(model)), or train and predict one after the other. If its eval() changes weights, call "
-    "model.eval() before you hand it over, and leave it so. If it writes to its weights when it is run, run it "
-    "yourself and give posthoc.Outputs. The weights are not put back: load them again if need be."
-)
-TRAINED_MEANWHILE = (
-    "Expected a network in training mode, found that another thread predicts with it and has it in eval mode. Predict "
-    "with a copy (copy.deepcopy(model)), or train and predict one after the other."
+    "a copy (copy.deepcopy(model)). If its eval() changes weights, call model.eval() before you hand it over. If it "
+    "writes to its weights when it is run, run it yourself and give posthoc.Outputs. The weights are not restored."
 )
 
 
@@ -105,7 +101,8 @@ class State:
         self.threads: set[int] = set()
         self.parts = list(module.modules())
         self.training = [part.training for part in self.parts]
-        self.own_eval = [part for part in self.parts if part.training and has_own_eval(part)]
+        plain = (nn.Module.train, nn.Module.eval)  # others may do more than set flags
+        self.own_eval = [p for p in self.parts if p.training and (type(p).train, type(p).eval) != plain]
         self.weights = list(module.parameters())  # kept alive, so that their identities stay theirs
         self.marks = marks(module)
         self.attributes = [(dict(part._buffers), part.__dict__.copy()) for part in self.parts]
@@ -167,7 +164,10 @@ def refuse_other_threads(module: nn.Module, args: Any) -> None:
     """A hook on networks that `evaluating` took out of training mode; in a copy of the network it does nothing."""
     state = RUNNING.get(module)
     if state is not None and threading.get_ident() not in state.threads:
-        raise PosthocError(TRAINED_MEANWHILE)
+        raise PosthocError(
+            "Expected a network in training mode, found that another thread predicts with it and has it in eval mode. "
+            "Predict with a copy (copy.deepcopy(model)), or train and predict one after the other."
+        )
 
 
 def version(tensor: Tensor) -> int:
@@ -191,30 +191,28 @@ def norms(module: nn.Module) -> dict[tuple[str, int, int], str]:
     return result
 
 
-def listed(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def has_own_eval(part: nn.Module) -> bool:
-    """Whether `eval` may do more than set flags."""
-    return type(part).train is not nn.Module.train or type(part).eval is not nn.Module.eval
+def listed(names: Collection[str], most: int = 5) -> str:
+    return ", ".join(islice(names, most)) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # One batch.
 
+Width = tuple[int, ...] | None
+"""The shape of one row of outputs, or None if it is not known."""
 
-def run_network(model: Callable[..., Any], batch: Batch, width: tuple[int, ...] | None = None) -> Tensor:  # (N, ...)
-    """The outputs of a network on a copy of a batch; `width` is the shape of one row of them, where it is known."""
+
+def run_network(model: Callable[..., Any], batch: Batch, width: Width = None) -> Tensor:  # (N, ...)
+    """The outputs of a network on a copy of a batch."""
     own = copied(batch)
     return in_rows(read_outputs(model(*own.args, **own.kwargs)), batch, width)
 
 
 def read_outputs(result: Any) -> Tensor:
     """The tensor in what a model returned: itself, or `logits` in an object or mapping such as Hugging Face's."""
-    if isinstance(result, Mapping) and "logits" in result:
-        result = result["logits"]
-    elif not is_array(result) and hasattr(result, "logits"):
-        result = result.logits
+    if isinstance(result, Mapping):
+        result = result.get("logits", result)
+    elif not is_array(result):
+        result = getattr(result, "logits", result)
     if not is_array(result):
         raise DataError(
             f"Expected the model to return a tensor (or an object with .logits), got {type(result).__name__}. "
@@ -226,7 +224,7 @@ def read_outputs(result: Any) -> Tensor:
     return outputs
 
 
-def in_rows(outputs: Tensor, batch: Batch, width: tuple[int, ...] | None) -> Tensor:  # (N, ...)
+def in_rows(outputs: Tensor, batch: Batch, width: Width) -> Tensor:  # (N, ...)
     """Outputs with one row a point. A model that ends in `squeeze()` returns a number, or (C,), of one row; that is
     taken for a row where the inputs are one, and the known width or the target agrees."""
     if width is not None and outputs.shape[1:] == width and outputs.ndim:
@@ -263,13 +261,12 @@ class Backbone:
         self.module = model if isinstance(model, nn.Module) else None
         self._device = device
         if layer is not None and self.module is None:
-            advice = "Leave layer out, or give precomputed features in posthoc.Outputs."
-            raise LayerError(
-                f"Expected an nn.Module to take layer {layer!r} from, got {type(model).__name__}. {advice}"
-            )
-        if layer is not None and layer not in self._layers():
-            raise LayerError(f"Expected the name of a layer, got {layer!r}. The layers are: {self._known_layers()}.")
-        linear = [name for name, part in self._layers().items() if isinstance(part, nn.Linear)]
+            found = f"{type(model).__name__}. Leave layer out, or give precomputed features in posthoc.Outputs."
+            raise LayerError(f"Expected an nn.Module to take layer {layer!r} from, got {found}")
+        layers = self._layers()
+        if layer is not None and layer not in layers:
+            raise LayerError(f"Expected the name of a layer, got {layer!r}. The layers are: {listed(layers, 30)}.")
+        linear = [name for name, part in layers.items() if isinstance(part, nn.Linear)]
         self.takes_input = layer is None and bool(linear)
         self.layer = linear[-1] if self.takes_input else layer
         self.has_features = self.layer is not None
@@ -292,9 +289,6 @@ class Backbone:
     def _layers(self) -> dict[str, nn.Module]:
         return {name: part for name, part in self.module.named_modules() if name} if self.module is not None else {}
 
-    def _known_layers(self) -> str:
-        return listed(list(self._layers()), 30)
-
     def batches(self, raw_batches: Iterable[Any]) -> Iterator[Batch]:
         """The batches of a loader, with their inputs as tensors where the network is.
 
@@ -304,9 +298,7 @@ class Backbone:
         return read_batches(raw_batches, self.device, self.dtype)
 
     @contextmanager
-    def reading(
-        self, *, features: bool, inputs: bool, targets: bool = True, width: tuple[int, ...] | None = None
-    ) -> Iterator[Reader]:
+    def reading(self, *, features: bool, inputs: bool, targets: bool = True, width: Width = None) -> Iterator[Reader]:
         """A context manager whose value maps batches to their `Outputs`, with the module in eval mode.
 
         Args:
@@ -315,7 +307,7 @@ class Backbone:
             targets: Whether to keep the targets too, if the data have any.
             width: The shape of one row of outputs, where it is known.
         """
-        reader = Reader(self, features and self.has_features, inputs, targets, width)
+        reader = Reader(self, features=features and self.has_features, inputs=inputs, targets=targets, width=width)
         with evaluating(self.module):
             hook = self.listen(reader.capture) if reader.features else None
             with hook or nullcontext():
@@ -333,13 +325,12 @@ class Backbone:
     def features_of(self, batch: Batch, captured: Tensor | None, rows: int) -> Tensor:  # (rows, D)
         """The features of a batch from what the layer's hook captured."""
         if captured is None:
-            advice = f"Name one that is, with layer=...; the layers are: {self._known_layers()}."
+            advice = f"Name one that is, with layer=...; the layers are: {listed(self._layers(), 30)}."
             raise LayerError(f"Layer {self.layer!r} was not used when the model ran. {advice}")
         if captured.ndim < 2 or len(captured) != rows:
-            raise LayerError(
-                f"Expected features of shape ({rows}, ...) from layer {self.layer!r}, got {tuple(captured.shape)}: "
-                "name a layer that keeps one row a point with layer=... (a single point is a batch of one, x[None])"
-            )
+            advice = "name one with a row a point, with layer=... (a single point is a batch of one, x[None])"
+            found = f"layer {self.layer!r}, got {tuple(captured.shape)}"
+            raise LayerError(f"Expected features of shape ({rows}, ...) from {found}: {advice}.")
         return captured.flatten(1)
 
 
@@ -352,9 +343,7 @@ def collect(backbone: Backbone, data: Any, *, features: bool, inputs: bool, batc
 class Reader:
     """Runs a predictor on one batch after another: see `Backbone.reading`."""
 
-    def __init__(
-        self, backbone: Backbone, features: bool, inputs: bool, targets: bool, width: tuple[int, ...] | None
-    ) -> None:
+    def __init__(self, backbone: Backbone, *, features: bool, inputs: bool, targets: bool, width: Width) -> None:
         self.backbone, self.features, self.inputs, self.targets, self.width = backbone, features, inputs, targets, width
         self.rows = 0
         self.thread: int | None = None  # the one that runs a batch of this reader now
@@ -386,7 +375,10 @@ class Reader:
         tensors = tensors_of(batch)
         before = [(tensor, version(tensor), tensor.detach().clone()) for tensor in tensors]
         # In the same memory, so that the outputs are the same to the bit.
-        args, kwargs = change_tensors((batch.args, batch.kwargs), aliased)
+        args, kwargs = change_tensors(
+            (batch.args, batch.kwargs),
+            lambda v: v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v,
+        )
         self.thread, self.captured = threading.get_ident(), None
         try:
             # A copy, since a predictor may return the same buffer every time, or what it was given.
@@ -415,16 +407,10 @@ class Reader:
         self.captured = value.clone()  # a later layer may work on it in place
 
 
-def aliased(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
 def read_inputs(tensors: list[Tensor], rows: int) -> Tensor:  # (rows, D)
     """A copy of the inputs as one row of coordinates a point, for kernels on the inputs."""
     if len(tensors) != 1 or tensors[0].shape[:1] != (rows,):
-        raise DataError(
-            "Expected inputs that are one tensor with a row a point, for a kernel on the inputs; "
-            f"got {len(tensors)} tensors of shapes {[tuple(tensor.shape) for tensor in tensors]}. "
-            'Use a kernel on="features" or on="outputs".'
-        )
+        found = f"{len(tensors)} tensors of shapes {[tuple(tensor.shape) for tensor in tensors]}"
+        advice = 'use a kernel on="features" or on="outputs"'
+        raise DataError(f"Expected one tensor of inputs, a row a point, for a kernel on them, got {found}: {advice}.")
     return tensors[0].detach().reshape(rows, -1).clone()

@@ -84,8 +84,7 @@ class Outputs:
         return (self[row] for row in range(len(self)))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        array = self.outputs.cpu().numpy()
-        return np.array(array, dtype=dtype, copy=copy)
+        return np.array(self.outputs.cpu().numpy(), dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
         shapes = [f"{name}={tuple(part.shape)}" for name, part in vars(self).items() if part is not None]
@@ -106,6 +105,10 @@ class Outputs:
         if all(part is None or part.device == device for part in vars(self).values()):
             return self
         return self._map(lambda part: part.to(device, non_blocking=part.is_pinned()))
+
+    def clone(self) -> Outputs:
+        """A copy in memory of its own."""
+        return self._map(torch.clone)
 
     def pinned(self) -> Outputs:
         """A copy in memory that a GPU reads from without the processor's help."""

@@ -18,7 +18,7 @@ from posthoc.errors import DataError, PosthocError
 from posthoc.progress import progress_bar
 from posthoc.validation import integer
 
-__all__ = ["Span", "SpanReader", "collect_to_folder", "row_count", "spans", "write_to_folder"]
+__all__ = ["Span", "SpanReader", "collect_to_folder", "spans", "write_to_folder"]
 
 Span = tuple[int, int]
 """The first row of a batch and the first one after it."""
@@ -62,7 +62,7 @@ def collect_to_folder(
     identity = {"layer": layer, "inputs": inputs, **identity}
     if "network" not in identity:
         identity["network"] = fingerprint(backbone.module)
-    total = row_count(data)
+    total = len(data) if hasattr(data, "__len__") else None  # else only going through them would tell
 
     def parts(start: int) -> Generator[Outputs]:
         loader: DataLoader[Any] = DataLoader(
@@ -104,11 +104,6 @@ def write_to_folder(
             raise DataError(f"Expected {total} rows of outputs, got {writer.rows}: one for every row of the data.")
         writer.finish()
     return open_outputs(folder)
-
-
-def row_count(data: Any) -> int | None:
-    """How many rows there are, or None where only going through them would tell."""
-    return len(data) if hasattr(data, "__len__") else None
 
 
 def spans(start: int, total: int | None, size: int) -> Iterator[Span]:

@@ -19,7 +19,7 @@ import torch
 from posthoc import methods
 from posthoc.collect import open_outputs
 from posthoc.collect.outputs import Outputs, join
-from posthoc.collect.to_folder import Span, SpanReader, row_count, spans, write_to_folder
+from posthoc.collect.to_folder import Span, SpanReader, spans, write_to_folder
 from posthoc.errors import OptionError, PosthocError
 from posthoc.integrations.models import Plan
 from posthoc.optional import require
@@ -44,9 +44,9 @@ def collect_with_ray(
     if plan.device not in (None, "cpu", "cuda"):
         raise OptionError(f"Expected device cpu or cuda, since Ray hands out the GPUs, got {plan.device!r}.")
     predictor, data = replace(plan, device="cpu").open()  # only the identity is needed here
-    total = row_count(data)
-    if total is None:
+    if not hasattr(data, "__len__"):
         raise OptionError("--engine ray needs rows that can be read by number, got a stream: use --engine local.")
+    total = len(data)
 
     def parts(start: int) -> Generator[Outputs]:
         wanted = list(spans(start, total, batch_size))
