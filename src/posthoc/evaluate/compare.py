@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -201,10 +202,10 @@ def compare(
     """
     train, test, val, ood = reread("train", train), reread("test", test), reread("val", val), reread("ood", ood)
     entries = named(methods)
-    made = [entry for entry in entries.values() if isinstance(entry, Method)]
-    if task is None and made:
-        task = made[0].likelihood.task
-    likelihood = make_likelihood(task if task is not None else task_of(model, train))
+    if task is None:
+        made = (entry.likelihood.task for entry in entries.values() if isinstance(entry, Method))
+        task = next(made, None) or task_of(model, train)
+    likelihood = make_likelihood(task)
     require_ood_task(likelihood.task, ood)
     common = {"layer": layer, "outputs_are": outputs_are, "device": device, "seed": seed, "progress": progress}
 
@@ -240,8 +241,8 @@ def trial(name: str, make: Callable[[], Method], train: Any, test: Any, val: Any
         return Row(name, error=text, applies=not refused, traceback=traceback.format_exc())
     figures |= {"fit_seconds": fit.seconds, "predict_seconds": evaluation.seconds}
     if fit.memory is not None and predict.memory is not None:
-        memory = {"fit_memory": fit.memory, "predict_memory": predict.memory}
-        figures |= {name: float(size) for name, size in (*memory.items(), ("peak_memory", max(memory.values())))}
+        figures |= {"fit_memory": float(fit.memory), "predict_memory": float(predict.memory)}
+        figures["peak_memory"] = max(figures["fit_memory"], figures["predict_memory"])
     return Row(
         name,
         figures,
@@ -260,15 +261,14 @@ def named(methods: str | Iterable[Entry] | Mapping[str, Entry]) -> dict[str, Ent
     if isinstance(methods, str):
         methods = list(REGISTRY) if methods == "all" else [methods]
     entries: dict[str, Entry] = {}
+    counts: Counter[str] = Counter()
     for entry in methods:
         kind = entry[0] if isinstance(entry, tuple) else entry
-        if not isinstance(kind, str | Method) and not (isinstance(kind, type) and issubclass(kind, Method)):
+        kind = method_named(kind) if isinstance(kind, str) else kind  # refuses unknown names
+        if not isinstance(kind, Method) and not (isinstance(kind, type) and issubclass(kind, Method)):
             raise OptionError(f"Expected methods by name, by class or as objects, got a {type(kind).__name__}.")
-        if isinstance(kind, str):
-            method_named(kind)  # an unknown name is a mistake, not a method that does not apply
-        name = kind if isinstance(kind, str) else kind.name
-        count = 1 + sum(known.partition(" ")[0] == name for known in entries)
-        entries[name if count == 1 else f"{name} {count}"] = entry
+        counts[kind.name] += 1
+        entries[kind.name if counts[kind.name] == 1 else f"{kind.name} {counts[kind.name]}"] = entry
     if not entries:
         raise OptionError("Expected at least one method, got none.")
     return entries

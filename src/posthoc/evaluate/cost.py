@@ -49,7 +49,7 @@ def measured(device: torch.device | None) -> Iterator[Cost]:
     yield cost
     synchronize(device)
     cost.seconds = time.perf_counter() - begin
-    peak = torch.cuda.max_memory_allocated(device) if on_gpu(device) else process_peak()
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu(device) else process_memory("VmHWM")
     cost.memory = max(0, peak - before) if peak is not None and before is not None else None
 
 
@@ -68,28 +68,21 @@ def restart_peak(device: torch.device | None) -> int | None:
     if on_gpu(device):
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    if not STATUS.exists():
-        return process_peak()
-    with suppress(OSError):  # some containers do not allow it
+    with suppress(OSError):  # some containers do not allow it, other systems do not have it
         CLEAR.write_text("5", encoding="ascii")
-    return process_status("VmRSS")
+    return process_memory("VmRSS")
 
 
-def process_peak() -> int | None:
-    """The most bytes this process has held."""
+def process_memory(name: str) -> int | None:
+    """The bytes this process holds (VmRSS), or the most it has held (VmHWM, the only value known outside Linux)."""
     if STATUS.exists():
-        return process_status("VmHWM")
+        lines = STATUS.read_text(encoding="utf-8").splitlines()
+        return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), None)
     if sys.platform == "win32":
         return None
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def process_status(name: str) -> int | None:
-    """A value of /proc/self/status in bytes."""
-    lines = STATUS.read_text(encoding="utf-8").splitlines()
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), None)
 
 
 def warm_up(device: str | torch.device | None) -> None:

@@ -87,11 +87,9 @@ class Evaluation:
             columns = [column for column in map(self.scores.column, needed) if column is not None]
             if len(columns) == len(needed):
                 curves[name] = make(*columns)
-        entropy, confidence = self.scores.column(m.default_uncertainty), self.scores.column(m.confidence)
-        if entropy is not None and confidence is not None:
-            curves["entropy"] = entropies(
-                entropy, self.scores.column(m.default_uncertainty, outside=True), self.classes
-            )
+        entropy, outside = (self.scores.column(m.default_uncertainty, outside=outside) for outside in (False, True))
+        if self.classes and entropy is not None:
+            curves["entropy"] = entropies(entropy, outside, self.classes)
         return curves
 
     def examples(self, count: int = 8) -> dict[str, list[dict[str, Any]]]:
@@ -105,7 +103,7 @@ class Evaluation:
         for kind, rows in (("most_certain", order[:count]), ("least_certain", order.flip(0)[:count])):
             labels, targets = shown[rows].long().T
             columns = (rows, targets, labels, confidence[rows], entropy[rows])
-            lines = zip(*(column.tolist() for column in columns), strict=True)
+            lines = zip(*map(Tensor.tolist, columns), strict=True)
             examples[kind] = [dict(zip(names, line, strict=True)) for line in lines]
         return examples
 

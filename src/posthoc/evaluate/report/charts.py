@@ -55,8 +55,13 @@ PANELS = {
     "band": ("Prediction", "nll"),
 }
 """Curves that are drawn in a chart a method, in this order: what they show, and the figure above them."""
+NOTES = {"level": "on the diagonal as promised", "coverage": "lower is better"}
+"""What charts of all methods show, by their x."""
 HEADROOM = 0.6
 """How far charts of bands reach beyond the data, in units of the data's range; bands that leave them are cut."""
+
+LEFT = 0.69
+"""Inches left of the axes, for labels."""
 
 Draw = Callable[["Axes"], Any]
 
@@ -89,34 +94,17 @@ def blocks_of(case: CaseSummary, numbers: Mapping[str, int], name: str) -> list[
     """
     ids = (f"{name}-{number}" for number in itertools.count())
     blocks = []
-    if charts := [
-        Chart(title, "", draw_svg(draw, f"{title}. {label}", next(ids), (4.4, 2.9), fitted=True))
-        for title, label, draw in line_charts(case, numbers)
-    ]:
+    if charts := line_charts(case, numbers, ids):
         drawn = [method for method in case.methods if any(run.curves or run.lines for run in method.counted)]
-        swatches = [draw_svg(partial(draw_swatch, numbers[each.method]), "", next(ids), (0.47, 0.19)) for each in drawn]
-        legend = [(numbers[each.method], each.title, swatch) for each, swatch in zip(drawn, swatches, strict=True)]
+        legend = []
+        for number, title in ((numbers[method.method], method.title) for method in drawn):
+            legend.append((number, title, draw_svg(partial(draw_swatch, number), "", next(ids), (0.47, 0.19))))
         blocks.append(Block("lines", charts, legend))
-    for kind, (shown, figure) in PANELS.items():
-        having = [(method, curves) for method in case.methods if (curves := curves_of(method, kind))]
-        if not having:
-            continue
-        blocks.append(Block(kind, []))
-        for (method, curves), draw in zip(having, panels(kind, [curves for _, curves in having]), strict=True):
-            note = ""
-            if kind == "error_bars":
-                note = "{} of {} hold".format(*plots.intervals_held(curves[0]))
-            elif found := method.estimates.get(figure):
-                note = f"{column_of(figure).title} {found.mean:.4f}"
-            size = (4.2 if kind == "band" else 3.0, 2.8)
-            svg = draw_svg(draw, f"{shown}: {method.title}. {note}", next(ids), size)
-            blocks[-1].charts.append(Chart(method.title, note, svg))
-    return blocks
+    return blocks + [Block(kind, charts) for kind in PANELS if (charts := panel_charts(case, kind, ids))]
 
 
-def line_charts(case: CaseSummary, numbers: Mapping[str, int]) -> Iterator[tuple[str, str, Draw]]:
-    """Title, description and drawing of charts with a line a method: figures along rotations, severities or whatever
-    else, coverage by level, and risk by coverage."""
+def line_charts(case: CaseSummary, numbers: Mapping[str, int], ids: Iterator[str]) -> list[Chart]:
+    """Charts with a line a method: figures along rotations or severities, coverage by level, and risk by coverage."""
     every = [line for method in case.methods for run in method.counted for line in run.lines.items()]
     along = dict.fromkeys((name, y) for name, line in every for y in line if y != "x")
     risk = "error rate" if case.task == "classification" else "mean squared error"
@@ -125,32 +113,53 @@ def line_charts(case: CaseSummary, numbers: Mapping[str, int]) -> Iterator[tuple
         ("Coverage of intervals", "promised coverage", "actual coverage", "calibration", "level", "coverage"),
         ("Risk and coverage", "share of rows kept, the most certain first", risk, "risk_coverage", "coverage", "risk"),
     ]
+    charts = []
     for title, xlabel, ylabel, name, x, y in kinds:
-        drawn = {}
+        titles, lines = [], []
         for method in case.methods:
             if curves := [curve for curve in curves_of(method, name, lines=x == "x") if y in curve]:
                 mean, error = mean_curve(curves, x)
-                drawn[method.title, numbers[method.method]] = (mean[x], mean[y], error[y] if x == "x" else None)
-        if drawn:
-            label = f"A line for each of {', '.join(title for title, _ in drawn)}; {ylabel} against {xlabel}."
-            lines = {number: line for (_, number), line in drawn.items()}
-            yield title, label, partial(draw_lines, lines=lines, kind=name, xlabel=xlabel, ylabel=ylabel)
+                titles.append(method.title)
+                lines.append((numbers[method.method], mean[x], mean[y], error[y] if x == "x" else None))
+        if lines:
+            label = f"{title}. A line for each of {', '.join(titles)}; {ylabel} against {xlabel}."
+            draw = partial(draw_lines, lines=lines, kind=x, xlabel=xlabel, ylabel=ylabel)
+            charts.append(Chart(title, NOTES.get(x, ""), draw_svg(draw, label, next(ids), (4.4, 2.9))))
+    return charts
 
 
-def draw_lines(ax: Axes, lines: Mapping[int, tuple[Any, Any, Any]], kind: str, xlabel: str, ylabel: str) -> None:
-    """The lines of all methods: x, y and error by the method's number."""
-    for number, line in lines.items():
-        plots.draw_line(ax, number, *line)
+def draw_lines(ax: Axes, lines: Sequence[tuple[int, Any, Any, Any]], kind: str, xlabel: str, ylabel: str) -> None:
+    """The lines of all methods, each with its number, x, y and error; `kind` is the column of x."""
+    for line in lines:
+        plots.draw_line(ax, *line)
     ax.set(xlabel=xlabel, ylabel=ylabel)
-    if kind == "calibration":
+    if kind == "level":
         ax.plot([0, 1], [0, 1], color=plots.SOFT, linestyle="dashed", linewidth=1)
         ax.set(xlim=(0, 1), ylim=(0, 1))
-    elif kind == "risk_coverage":  # the risk of the first few rows is noise that would set the scale
-        ax.set_ylim(plots.range_of(y[len(y) // 10 :] for _, y, _ in lines.values()))
+    elif kind == "coverage":  # the risk of the first few rows is noise that would set the scale
+        ax.set_ylim(plots.range_of(y[len(y) // 10 :] for _, _, y, _ in lines))
 
 
-def panels(kind: str, curves: list[list[Curve]]) -> list[Draw]:
-    """The drawings of each method's curves, on scales that they share."""
+def panel_charts(case: CaseSummary, kind: str, ids: Iterator[str]) -> list[Chart]:
+    """A chart a method of one of `PANELS`, on scales that the methods share."""
+    shown, figure = PANELS[kind]
+    curves = {method: found for method in case.methods if (found := curves_of(method, kind))}
+    if not curves:
+        return []
+    charts = []
+    for method, draw in zip(curves, panel_drawings(kind, list(curves.values())), strict=True):
+        note = ""
+        if kind == "error_bars":
+            note = "{} of {} hold".format(*plots.intervals_held(curves[method][0]))
+        elif found := method.estimates.get(figure):
+            note = f"{column_of(figure).title} {found.mean:.4f}"
+        size = (4.2 if kind == "band" else 3.0, 2.8)
+        charts.append(Chart(method.title, note, draw_svg(draw, f"{shown}: {method.title}. {note}", next(ids), size)))
+    return charts
+
+
+def panel_drawings(kind: str, curves: list[list[Curve]]) -> list[Draw]:
+    """The drawings of each method's curves."""
     if kind == "reliability":
         return [partial(plots.draw_reliability, curve=pooled_reliability(each)) for each in curves]
     if kind == "entropy":
@@ -174,56 +183,52 @@ def draw_swatch(number: int, ax: Axes) -> None:
     ax.axis("off")
 
 
-def draw_svg(draw: Draw, label: str, name: str, size: tuple[float, float], *, fitted: bool = False) -> Markup:
+def draw_svg(draw: Draw, label: str, name: str, size: tuple[float, float]) -> Markup:
     """A chart of a size in inches, ready to stand in a page.
 
-    Styles become attributes, which the page's policy allows; colors become variables of the style sheet; ids begin with
-    `name`; groups `series-N` get a class and their number. `fitted` gives labels the room they need, which takes longer
-    than margins.
+    Styles become attributes, which the page's policy allows. Colors become variables of the style sheet. Ids begin with
+    `name`. A group `series-N` gets a class and its number.
     """
     with require("matplotlib", "plots", "Drawing the charts of a report").rc_context(STYLE):
         from matplotlib.figure import Figure
 
-        figure = Figure(size, layout="constrained" if fitted else None, facecolor="none")
-        ax = figure.add_subplot(facecolor="none")
-        if not fitted:
-            ax.set_position((0.23, 0.17, 0.72, 0.79))
+        figure = Figure(size, facecolor="none")
+        left = min(LEFT / size[0], 0.3)
+        ax = figure.add_axes((left, 0.17, 0.95 - left, 0.76), facecolor="none")
         plots.bare(ax)
         draw(ax)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
     root = ElementTree.fromstring(file.getvalue())
-    described = {"class": "chart", "role": "img", "aria-label": label}
-    viewbox = root.attrib["viewBox"]
     for child in [*root]:  # without metadata, and definitions of a style that the page has itself
         if not child.tag.endswith("}g") and child.find(".//{*}clipPath") is None:
             root.remove(child)
     for element in root.iter():
         tidy(element, name)
-    root.attrib = {"viewBox": viewbox, **(described if label else {"class": "swatch", "aria-hidden": "true"})}
+    described = {"class": "chart", "role": "img", "aria-label": label}
+    viewbox = {"viewBox": root.attrib["viewBox"]}
+    root.attrib = viewbox | (described if label else {"class": "swatch", "aria-hidden": "true"})
     return Markup(ElementTree.tostring(root, encoding="unicode"))  # ElementTree has escaped all text
 
 
 def tidy(element: ElementTree.Element, prefix: str) -> None:
-    """One element of an SVG as `draw_svg` wants it."""
+    """One element of an SVG as `draw_svg` describes it."""
     element.tag = element.tag.rpartition("}")[2]
     element.tail = None
-    element.text = element.text if element.text and element.text.strip() else None
+    element.text = (element.text or "").strip() or None
     attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
-    for declaration in attributes.pop("style", "").split(";"):
-        name, _, value = declaration.partition(":")
-        if name.strip() not in ("", "font-family", "font"):
-            attributes[name.strip()] = VARIABLES.get(value.strip(), value.strip())
-    if "d" in attributes:
-        attributes["d"] = " ".join(attributes["d"].split())
+    for declaration in filter(None, attributes.pop("style", "").split(";")):
+        name, value = (part.strip() for part in declaration.split(":", 1))
+        if name not in ("font-family", "font"):
+            attributes[name] = VARIABLES.get(value, value)
+    attributes |= {"d": " ".join(attributes["d"].split())} if "d" in attributes else {}
     name = attributes.pop("id", "")
     if name.startswith("series-"):
         attributes |= {"class": "series", "data-m": name.removeprefix("series-")}
     elif re.fullmatch(r"[mpC]\w*[0-9a-f]{6,}\w*", name):  # markers and clip paths are referred to, groups are not
         attributes["id"] = f"{prefix}-{name}"
-    for key in ("href", "clip-path"):
-        if key in attributes:
-            attributes[key] = attributes[key].replace("#", f"#{prefix}-")
+    for key in {"href", "clip-path"} & attributes.keys():
+        attributes[key] = attributes[key].replace("#", f"#{prefix}-")
     element.attrib = attributes
 
 
@@ -248,14 +253,14 @@ def mean_curve(curves: Sequence[Curve], along: str) -> tuple[Curve, Curve]:
 
 
 def pooled_reliability(curves: Sequence[Curve]) -> Curve:
-    """The bins of all seeds together, weighted by the share of points each holds. Counts are averaged: the seeds share
-    their test rows."""
+    """The bins of all seeds together, weighted by the share of points in each.
+
+    Counts are averaged, since the seeds share their test rows.
+    """
     alike = [curve for curve in curves if len(curve["share"]) == len(curves[0]["share"])]
-    columns = {name: np.stack([curve[name] for curve in alike]) for name in ("share", "confidence", "accuracy")}
-    weights = np.where(np.isfinite([*columns.values()]).all(0), columns["share"], 0.0)
-    total = weights.sum(0)
+    columns = {name: np.stack([curve[name] for curve in alike]) for name in curves[0] if all(name in c for c in alike)}
+    share = columns["share"]
+    pooled = {name: column.mean(0) for name, column in columns.items()}
     with np.errstate(invalid="ignore"):  # an empty bin has no means
-        pooled = {name: np.where(weights > 0, weights * columns[name], 0.0).sum(0) / total for name in columns}
-    if all("count" in curve for curve in alike):
-        pooled["count"] = np.mean([curve["count"] for curve in alike], 0)
-    return pooled | {"share": total / len(alike)}
+        means = {name: np.nansum(share * columns[name], 0) / share.sum(0) for name in ("confidence", "accuracy")}
+    return pooled | means

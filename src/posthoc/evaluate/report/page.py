@@ -25,13 +25,12 @@ from posthoc.evaluate.report.summary import (
     registry_order,
 )
 from posthoc.io import atomic_path
+from posthoc.methods import REGISTRY
 
 __all__ = ["render", "write_report"]
 
 CLEAR = 2.0
 """Standard errors that make a difference clear."""
-SMALL_PNG = re.compile(r"iVBORw0KGgo[A-Za-z0-9+/]{0,60000}={0,2}")
-"""A picture in base64, from the signature of the format on."""
 
 
 def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Results:
@@ -51,7 +50,7 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str]) ->
     results = read_results(folder)
     page = render(results)
     with atomic_path(out) as temporary:
-        temporary.write_text(page, encoding="utf-8", newline="\n")
+        temporary.write_text(page, encoding="utf-8", errors="replace", newline="\n")
     return results
 
 
@@ -105,7 +104,7 @@ def verdict_of(case: CaseSummary) -> str:
     for figure, words in (("ece", "calibration error (ECE)"), ("cqm", "coverage error (CQM)")):
         if found := case.estimates(figure):
             least = min(found, key=lambda method: found[method].mean)
-            text += f" The lowest {words} is {titles[least]}'s, {tables.written(tables.COLUMNS[figure], found[least])}."
+            text += f" {titles[least]} has the lowest {words}, {tables.written(tables.COLUMNS[figure], found[least])}."
     return text
 
 
@@ -114,11 +113,6 @@ def examples_of(case: CaseSummary) -> tuple[str, dict[str, list[dict[str, Any]]]
     nll = case.estimates("nll")
     ranked = sorted(case.methods, key=lambda each: nll[each.method].mean if each.method in nll else math.inf)
     return next(((method.title, run.examples) for method in ranked for run in method.counted if run.examples), None)
-
-
-def picture_of(png: Any) -> str:
-    """A small PNG in base64, or nothing."""
-    return png if isinstance(png, str) and SMALL_PNG.fullmatch(png) else ""
 
 
 def distinct(facts: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -155,8 +149,6 @@ def duration(runs: Sequence[Record]) -> str:
 
 def methods_explained(records: Iterable[Record]) -> list[tuple[str, str]]:
     """The methods on the page and the first sentence of their class's documentation."""
-    from posthoc.methods import REGISTRY
-
     titles = {record.method: record.title for record in records}
     explained = []
     for method in sorted(titles, key=registry_order):

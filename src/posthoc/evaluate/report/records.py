@@ -15,14 +15,8 @@ __all__ = ["Curve", "Record", "is_cost", "read_record"]
 FORMAT = 1
 LARGEST_VALUE = 1e150
 """Figures beyond it count as infinite, so that sums of their squares do not overflow."""
-NOT_FIGURES = ("method", "error", "problem", "applies", "traceback", "task", "seed", "device", "format", "title")
-"""Entries of a comparison's document that are neither figures nor nested."""
-NESTED = {
-    **dict.fromkeys(("configuration", "curves", "errors", "examples", "machine", "times", "versions"), dict),
-    "warnings": list,
-}
-"""Entries with entries of their own; those of another type count as empty."""
-
+NOT_FIGURES = ("seed", "error", "traceback")
+"""Entries of a comparison's document that may be numbers or missing, and are no figures."""
 EXAMPLES, MOST = ("most_certain", "least_certain"), 8
 """The kinds of examples, and how many of each are kept."""
 
@@ -60,6 +54,8 @@ class Record:
     curves: dict[str, Curve] = field(default_factory=dict)
     lines: dict[str, Curve] = field(default_factory=dict)
     """Figures along something (rotation, severity): `x` and a column a figure."""
+    undrawn: tuple[str, ...] = ()
+    """The names of curves that cannot be drawn."""
     examples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     selection: str = ""
     """What the method chose, in words."""
@@ -75,30 +71,8 @@ class Record:
     machine: dict[str, Any] = field(default_factory=dict)
 
 
-def document_in(path: Path) -> dict[str, Any]:
-    """The JSON object of a file."""
-    try:
-        # Integers of many digits are read as floats, which may be infinite.
-        document = json.loads(path.read_text(encoding="utf-8"), parse_int=lambda d: int(d) if len(d) < 18 else float(d))
-    except (RecursionError, ValueError) as error:
-        raise ValueError(f"it is not JSON ({error})") from error
-    if not isinstance(document, dict):
-        raise ValueError("it is not the document of a run")
-    return printable(document)
-
-
-def printable(value: Any) -> Any:
-    """A JSON value whose strings, keys too, hold no control characters and no halves of surrogate pairs."""
-    if isinstance(value, str):
-        text = value.encode("utf-8", "replace").decode("utf-8")
-        return "".join(sign for sign in text if sign >= " " or sign in "\n\t")
-    if isinstance(value, list):
-        return [printable(each) for each in value]
-    return {printable(k): printable(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def read_record(root: Path, place: Path) -> tuple[Record, list[str]]:
-    """The document of a run, of either kind, as a record, and the names of its curves that cannot be drawn.
+def read_record(root: Path, place: Path) -> Record:
+    """Reads the document of a run, of either kind.
 
     Args:
         root: The folder of results.
@@ -108,26 +82,28 @@ def read_record(root: Path, place: Path) -> tuple[Record, list[str]]:
         OSError: If the file cannot be read.
         ValueError: If it is not the document of a run; the message says why.
     """
-    document = document_in(root / place)
-    method, seed, task = (document.get(key) for key in ("method", "seed", "task"))
-    if not isinstance(method, str) or type(seed) is not int or not isinstance(task, str):
+    try:
+        document = json.loads((root / place).read_text(encoding="utf-8"))
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"it is not JSON ({error})") from error
+    is_run = isinstance(document, dict) and type(document.get("seed")) is int
+    if not is_run or not all(isinstance(document.get(name), str) for name in ("method", "task")):
         raise ValueError("it is not the document of a run")
-    parts: dict[str, Any] = {
-        name: document[name] if isinstance(document.get(name), kind) else kind() for name, kind in NESTED.items()
-    }
+    configuration = nested(document, "configuration")
     if "experiment" in document:
         if document.get("format") != FORMAT:
             raise ValueError(f"its format is {document.get('format')!r}, and this posthoc reads {FORMAT}")
-        experiment = str(document["experiment"])
-        metrics, data = document.get("metrics"), parts["configuration"].get("data")
-        if not isinstance(metrics, dict) or not all(value is None or is_number(value) for value in metrics.values()):
+        experiment, data = str(document["experiment"]), nested(configuration, "data")
+        metrics = nested(document, "metrics")
+        if not all(value is None or is_number(value) for value in metrics.values()):
             raise ValueError("its metrics are not numbers by name")
-        figures = metrics | parts["times"]
-    elif "error" in document:  # a comparison: its figures are among all other entries, its name is that of its folder
+        figures = metrics | nested(document, "times")
+    elif "error" in document:  # a comparison has its figures among all other entries, and the name of its folder
         experiment = place.parent.as_posix() if place.parent.name else root.resolve().name or "results"
-        data = document.get("data")
+        data = nested(document, "data")
         figures = {k: v for k, v in document.items() if k not in NOT_FIGURES and (v is None or is_number(v))}
-        metrics = [name for name in figures if not is_cost(name)]
+        metrics = {name: value for name, value in figures.items() if not is_cost(name)}
+        configuration |= {"device": document.get("device")}
     else:
         raise ValueError("it is neither of an experiment nor of a comparison")
     known = finite(figures)
@@ -135,31 +111,34 @@ def read_record(root: Path, place: Path) -> tuple[Record, list[str]]:
     problem = document.get("problem") or document.get("error")
     if not problem and (missing or not metrics):
         problem = f"not a finite number: {', '.join(missing)}" if missing else "it has no figures"
-    curves, lines, bad = read_curves(parts["curves"])
-    groups = {kind: group for kind, group in parts["examples"].items() if kind in EXAMPLES and isinstance(group, list)}
-    if "device" in document:
-        parts["configuration"]["device"] = document["device"]
-    record = Record(
+    curves, lines, bad = read_curves(nested(document, "curves"))
+    examples = nested(document, "examples")
+    return Record(
         path=place.as_posix(),
         experiment=experiment,
         case=str(document.get("case") or ""),
-        method=method,
-        seed=seed,
-        task=task,
-        title=str(document.get("title") or method),
+        **{name: document[name] for name in ("method", "seed", "task")},
+        title=str(document.get("title") or document["method"]),
         figures=known,
-        errors=finite(parts["errors"]),
+        errors=finite(nested(document, "errors")),
         curves=curves,
         lines=lines,
-        examples={kind: [each for each in group if isinstance(each, dict)][:MOST] for kind, group in groups.items()},
+        undrawn=tuple(bad),
+        examples={kind: examples[kind][:MOST] for kind in EXAMPLES if examples.get(kind)},
         selection=str(document.get("selection") or ""),
         problem=str(problem) if problem else None,
         applies=document.get("applies") is not False,
-        warnings=tuple(map(str, parts["warnings"])),
-        data=data if isinstance(data, dict) else {},
-        **{name: parts[name] for name in ("configuration", "versions", "machine")},
+        warnings=tuple(map(str, document.get("warnings") or ())),
+        configuration=configuration,
+        data=data,
+        **{name: nested(document, name) for name in ("versions", "machine")},
     )
-    return record, bad
+
+
+def nested(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An entry with entries of its own; empty where there is none."""
+    value = document.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def is_cost(figure: str) -> bool:
@@ -176,25 +155,22 @@ def finite(figures: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_curves(curves: Mapping[str, Any]) -> tuple[dict[str, Curve], dict[str, Curve], list[str]]:
-    """The curves that can be drawn, lines of figures along something, and the names of those that cannot be drawn.
-    Kinds that are not known are left out."""
+    """The curves of known kinds, the lines of figures along something, and the names of those that cannot be drawn."""
     known: dict[str, Curve] = {}
     lines: dict[str, Curve] = {}
     bad: list[str] = []
-    named = curves.get("lines")
-    given = [(known, name, curves.get(name), columns) for name, columns in CURVES.items()]
-    given += [(lines, name, line, (("x",), line)) for name, line in named.items()] if isinstance(named, dict) else []
+    given = [(known, name, curves[name], columns) for name, columns in CURVES.items() if name in curves]
+    given += [(lines, name, line, (("x",), line)) for name, line in nested(curves, "lines").items()]
     for kind, name, curve, (required, optional) in given:
-        if curve is not None:
-            try:
-                kind[name] = read_curve(curve, required, optional)
-            except (AttributeError, KeyError, TypeError, ValueError):
-                bad.append(name)
+        try:
+            kind[name] = read_curve(curve, required, optional)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+            bad.append(name)
     return known, lines, bad
 
 
 def read_curve(curve: Mapping[str, Any], required: Iterable[str], optional: Iterable[str]) -> Curve:
-    """The columns of a curve, or an error."""
+    """The columns of a curve; an error if they do not fit each other."""
     names = (*required, *(name for name in optional if curve.get(name) is not None))
     columns = {name: np.asarray(curve[name], dtype=float) for name in names}
     columns = {name: np.where(np.abs(column) < LARGEST_VALUE, column, np.nan) for name, column in columns.items()}

@@ -15,6 +15,7 @@ from typing import Any
 
 from posthoc.errors import FileError
 from posthoc.evaluate.report.records import Record, read_record
+from posthoc.methods import REGISTRY
 
 __all__ = ["CaseSummary", "Estimate", "ExperimentSummary", "MethodSummary", "Results", "estimate", "read_results"]
 
@@ -126,10 +127,10 @@ class CaseSummary:
         """Which runs the means are without, and why; not of methods that do not apply."""
         notes = []
         for method in (method for method in self.methods if method.applies):
-            for run in method.excluded:
-                notes.append(f"{method.title}, seed {run.seed} (left out of the means): {run.problem}")
+            title = method.title
+            notes += [f"{title}, seed {run.seed} (left out of the means): {run.problem}" for run in method.excluded]
             if method.missing:
-                notes.append(f"{method.title}: no run with seed {', '.join(map(str, method.missing))}")
+                notes.append(f"{title}: no run with seed {', '.join(map(str, method.missing))}")
         return notes
 
 
@@ -158,17 +159,13 @@ class ExperimentSummary:
         versions = Counter(str(run.versions.get("posthoc", "unknown")) for run in self.runs)
         if len(versions) > 1:
             counts = ", ".join(f"{versions[version]} of {version}" for version in sorted(versions))
-            warnings.append(
-                f"{self.name} mixes runs of several versions of posthoc ({counts}): what they differ by may be the "
-                "version."
-            )
+            warnings.append(f"{self.name} mixes runs of several versions of posthoc ({counts}), which may differ.")
         for case in self.cases:
             # A method may be fitted on data of its own, and a digest may differ from seed to seed.
             roles = [[run.data.get(role) for role in ("train", "test", "ood", "val")] for run in case.runs]
             if len({json.dumps(role, sort_keys=True) for role in roles}) > 1:
-                warnings.append(
-                    f"{f'{self.name} {case.case}'.strip()} mixes runs on different data: see how it was run."
-                )
+                name = f"{self.name} {case.case}".strip()
+                warnings.append(f"{name} mixes runs on different data: see how it was run.")
         if quick := sum(run.configuration.get("quick") is True for run in self.runs):
             warnings.append(f"{self.name} has {quick} quick runs, on a few rows: no figure of theirs means anything.")
         return warnings
@@ -204,18 +201,14 @@ def read_results(folder: str | os.PathLike[str]) -> Results:
         raise FileError(f"Expected a folder of results, found {'a file' if root.exists() else 'nothing'} at {root}.")
     records: list[Record] = []
     left_out: list[str] = []
-    undrawn: list[str] = []
-    for path in sorted(root.rglob("*.json")):
-        place = path.relative_to(root)
-        if any(part.startswith(".") for part in place.parts) or not path.is_file():
+    for place in (path.relative_to(root) for path in sorted(root.rglob("*.json"))):
+        if any(part.startswith(".") for part in place.parts):
             continue
         try:
-            record, bad = read_record(root, place)
+            records.append(read_record(root, place))
         except (OSError, ValueError) as reason:
             left_out.append(f"{place.as_posix()} is left out: {reason}.")
-            continue
-        records.append(record)
-        undrawn += [f"{record.path}: its curve {name} cannot be drawn." for name in bad]
+    undrawn = [f"{run.path}: its curve {name} cannot be drawn." for run in records for name in run.undrawn]
     if not records:
         first = f" The first of {len(left_out)} others: {left_out[0]}" if left_out else ""
         raise FileError(
@@ -240,9 +233,8 @@ def described(data: Mapping[str, Any]) -> dict[str, str]:
     """What is known of data or options, in words, without digests; a part with parts of its own on one line."""
 
     def line(words: Any) -> str:
-        if not isinstance(words, dict):
-            return str(words)
-        return "; ".join(f"{part}: {text}" for part, text in described(words).items())
+        parts = described(words).items() if isinstance(words, dict) else None
+        return str(words) if parts is None else "; ".join(f"{part}: {text}" for part, text in parts)
 
     return {part: line(words) for part, words in data.items() if part != "sha256" and words is not None}
 
@@ -255,14 +247,10 @@ def natural(text: str) -> list[tuple[int, float, str]]:
 
 def registered(method: str) -> list[str]:
     """The names in the registry that a method's name is, or begins with as a variant of it does."""
-    from posthoc.methods import REGISTRY
-
     return [name for name in REGISTRY if method == name or method.startswith((f"{name}-", f"{name}_"))]
 
 
 def registry_order(method: str) -> tuple[bool, int, list[tuple[int, float, str]]]:
     """A key for the order of the registry, with variants after their method, and FMGP last."""
-    from posthoc.methods import REGISTRY
-
     place = min((list(REGISTRY).index(name) for name in registered(method)), default=len(REGISTRY))
     return (method.startswith("fmgp"), place, natural(method))

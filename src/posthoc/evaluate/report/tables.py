@@ -26,7 +26,7 @@ def decimals(value: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Four significant digits, for figures in the user's units; an exponent only for the very large and small."""
+    """Four significant digits, for figures in the user's units; an exponent only for very large and small ones."""
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:#.4g}"
 
 
@@ -135,16 +135,13 @@ def written(column: Column, found: Estimate | None, *, error: bool = True) -> st
 
 def spread(column: Column, found: Estimate) -> str:
     """The standard error, with as many decimals as the mean is written with."""
-    if found.error is None:
-        raise ValueError("the error is not known")
+    error = found.error or 0.0
     if column.write is megabytes:
-        return megabytes(found.error)
+        return megabytes(error)
     _, _, fraction = column.write(found.mean).partition(".")
     if "e" in fraction:
-        return f"{found.error:.1e}"
-    if not fraction and found.error < 1:
-        return f"{found.error:.1g}"  # rather than none
-    return f"{found.error:,.{len(fraction)}f}"
+        return f"{error:.1e}"
+    return f"{error:,.{len(fraction)}f}" if fraction or error >= 1 else f"{error:.1g}"
 
 
 # Tables: a row a method. `rows` holds the estimates of each method by figure.
@@ -191,12 +188,10 @@ def markdown_table(columns: Sequence[Column], rows: Rows) -> str:
 
 def figures_and_errors(estimates: Estimates) -> dict[str, float]:
     """Means by the names of their figures, and standard errors by those names with `_se`."""
-    return {
-        name: value
-        for figure, found in estimates.items()
-        for name, value in ((figure, found.mean), (f"{figure}_se", found.error))
-        if value is not None
-    }
+    columns = {}
+    for figure, found in estimates.items():
+        columns |= {figure: found.mean} | ({} if found.error is None else {f"{figure}_se": found.error})
+    return columns
 
 
 def csv_table(rows: Iterable[Mapping[str, Any]]) -> str:
