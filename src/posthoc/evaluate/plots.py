@@ -143,17 +143,16 @@ def entropy_histogram(
     """
     ax = axes(ax)
     edges, counts = m.entropy_histogram(pred, bins)
-    curve = {"edges": edges.tolist(), "in": (counts / len(pred)).tolist()}
-    label = "outside"
+    curve, labels = {"edges": edges.tolist(), "in": (counts / len(pred)).tolist()}, ["these data", "outside"]
     if outside is None and targets is not None:
         wrong = m.scores(m.hit, pred, targets) == 0
-        outside, label = (pred[wrong] if bool(wrong.any()) else None), "wrong predictions"
+        outside, labels = (pred[wrong] if bool(wrong.any()) else None), ["all", "wrong predictions"]
     if outside is not None:
         curve["out"] = (m.entropy_histogram(outside, bins)[1] / len(outside)).tolist()
     draw_entropy(ax, curve)
     ax.set_ylabel("share of rows")
     if outside is not None:
-        ax.legend(["these data" if label == "outside" else "all", label], frameon=False)
+        ax.legend(labels, frameon=False)
     return ax
 
 

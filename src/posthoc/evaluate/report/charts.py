@@ -143,7 +143,7 @@ def draw_lines(ax: Axes, lines: Sequence[tuple[int, Any, Any, Any]], kind: str, 
 def panel_charts(case: CaseSummary, kind: str, ids: Iterator[str]) -> list[Chart]:
     """A chart a method of one of `PANELS`, on scales that the methods share."""
     shown, figure = PANELS[kind]
-    curves = {method: found for method in case.methods if (found := curves_of(method, kind))}
+    curves = {method: each for method in case.methods if (each := curves_of(method, kind))}
     if not curves:
         return []
     charts = []

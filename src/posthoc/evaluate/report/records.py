@@ -117,7 +117,9 @@ def read_record(root: Path, place: Path) -> Record:
         path=place.as_posix(),
         experiment=experiment,
         case=str(document.get("case") or ""),
-        **{name: document[name] for name in ("method", "seed", "task")},
+        method=document["method"],
+        seed=document["seed"],
+        task=document["task"],
         title=str(document.get("title") or document["method"]),
         figures=known,
         errors=finite(nested(document, "errors")),
@@ -131,7 +133,8 @@ def read_record(root: Path, place: Path) -> Record:
         warnings=tuple(map(str, document.get("warnings") or ())),
         configuration=configuration,
         data=data,
-        **{name: nested(document, name) for name in ("versions", "machine")},
+        versions=nested(document, "versions"),
+        machine=nested(document, "machine"),
     )
 
 

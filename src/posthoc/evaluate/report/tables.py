@@ -188,7 +188,7 @@ def markdown_table(columns: Sequence[Column], rows: Rows) -> str:
 
 def figures_and_errors(estimates: Estimates) -> dict[str, float]:
     """Means by the names of their figures, and standard errors by those names with `_se`."""
-    columns = {}
+    columns: dict[str, float] = {}
     for figure, found in estimates.items():
         columns |= {figure: found.mean} | ({} if found.error is None else {f"{figure}_se": found.error})
     return columns
