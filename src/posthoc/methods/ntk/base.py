@@ -77,10 +77,6 @@ class NTKMethod(Method):
     def _tangent_features(self, tangents: Tensor, batch: Batch) -> Tensor:  # (N, D)
         """The features of a batch, from its Jacobians and tangents (K, P)."""
 
-    @abstractmethod
-    def _feature_width(self, outputs: int) -> int:
-        """D, the number of features of a point."""
-
     def _check_data(self, data: Any) -> None:
         if self.config.weights == "all" and isinstance(data, Outputs | Iterator):
             raise DataError(
@@ -88,25 +84,27 @@ class NTKMethod(Method):
                 'arrays, not outputs or an iterator. With weights="last" outputs and features are enough.'
             )
 
-    def _require_memory(self, points: int, outputs: int) -> None:
-        """Refuses a fit whose gradients and features would not fit into memory."""
-        gradients = (min(self.config.num_inducing, points * outputs) + outputs) * self.jacobian.row_bytes
-        needed, allowed = (gradients + 8 * points * self._feature_width(outputs)) / 1e9, self.config.max_gigabytes
-        if needed > allowed:
-            raise OptionError(
-                f"Expected gradients and features of {points:,} points to fit into {allowed:g} GB, found that they "
-                f"need {needed:.3g} GB. Use a smaller num_inducing, less data, a larger max_gigabytes, or "
-                'weights="last".'
-            )
+    def _draw_pairs(self, points: int, outputs: int) -> Tensor:  # (M,)
+        """Random pairs of a point and an output, as point * outputs + output."""
+        count, generator = points * outputs, torch.Generator().manual_seed(self.config.seed)
+        return distinct(count, min(self.config.num_inducing, count), generator)
 
-    def _draw_gradients(self, job: Job) -> tuple[Tensor, Tensor]:  # (M, P), (M,)
-        """Gradients at random pairs of a point and an output, and the outputs of the pairs, in ascending order."""
+    def _draw_gradients(self, job: Job, features: int) -> tuple[Tensor, Tensor]:  # (M, P), (M,)
+        """Gradients at random pairs of a point and an output, and the outputs of the pairs, in ascending order.
+
+        Raises:
+            OptionError: They would not fit into memory, with as many features of each point and output.
+        """
         self._check_data(job.val_data)
-        plain, outputs = super()._require_backbone(job.data), job.train.outputs[0].numel()
-        self._require_memory(len(job.train), outputs)
-        count = len(job.train) * outputs
-        generator = torch.Generator().manual_seed(self.config.seed)
-        pairs = distinct(count, min(self.config.num_inducing, count), generator).sort().values
+        plain, points, outputs = super()._require_backbone(job.data), len(job.train), job.train.outputs[0].numel()
+        pairs = self._draw_pairs(points, outputs).sort().values
+        needed = ((len(pairs) + outputs) * self.jacobian.row_bytes + 8 * points * outputs * features) / 1e9
+        if needed > self.config.max_gigabytes:
+            raise OptionError(
+                f"Expected gradients and features of {points:,} points to fit into {self.config.max_gigabytes:g} GB, "
+                f"found that they need {needed:.3g} GB. Use a smaller num_inducing, less data, a larger max_gigabytes, "
+                'or weights="last".'
+            )
         with evaluating(plain.module), exclusive(plain.module):
             found = gradients(self.jacobian, plain.batches(iterate(job.data, 256)), pairs, outputs)
         owners = pairs % outputs

@@ -16,7 +16,6 @@ from posthoc.base import Fitted, Job, option
 from posthoc.collect.loaders import Batch
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError
-from posthoc.fmgp.inducing_points import distinct
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
@@ -105,10 +104,10 @@ class ELLA(NTKMethod):
 
     @torch.no_grad()
     def _fit(self, job: Job) -> FittedELLA:
-        device = self._home(job.train.outputs.device)
+        device, most = self._home(job.train.outputs.device), self.config.num_features
         likelihood = self._start_likelihood(job.val if job.val is not None else job.train, device)
         if self.config.weights == "all":
-            directions, classes = leading(self._draw_gradients(job)[0], self.config.num_features)[0], None
+            directions, classes = leading(self._draw_gradients(job, most)[0], most)[0], None
             job = self._with_features(job, directions)
             theta = torch.cat([weight.reshape(-1) for weight in self.jacobian.weights.values()])
             along = (directions.to(theta) @ theta).double()
@@ -144,21 +143,20 @@ class ELLA(NTKMethod):
         The gradients of two outputs are orthogonal, so every eigenvector belongs to one output.
         """
         layer = find_last_layer(self.backbone, train, device)
-        outputs, generator = len(layer.weight), torch.Generator().manual_seed(self.config.seed)
+        outputs, most = len(layer.weight), self.config.num_features
         bias = layer.bias if layer.bias is not None else torch.zeros(outputs, dtype=torch.float64, device=device)
         theta = torch.cat([layer.weight, bias[:, None]], 1)
-        count = len(train) * outputs
-        pairs = distinct(count, min(self.config.num_inducing, count), generator)
+        pairs = self._draw_pairs(len(train), outputs)
         rows, owners = pairs // outputs, (pairs % outputs).to(device)
         features = train[rows.to(train.outputs.device)].features
         assert features is not None
         j = with_one(features.to(device).double())
         j[:, -1] *= layer.bias is not None  # directions that leave alone a bias that is not there
-        found = [(c, *leading(j[owners == c], self.config.num_features)) for c in owners.unique().tolist()]
-        classes = torch.cat([torch.full_like(values, c, dtype=torch.long) for c, _, values in found])
-        order = torch.cat([values for *_, values in found]).argsort(descending=True, stable=True)
-        best = order[: self.config.num_features]
-        directions, classes = torch.cat([part for _, part, _ in found])[best], classes[best]
+        present = owners.unique()
+        parts, values = zip(*(leading(j[owners == c], most) for c in present), strict=True)
+        best = torch.cat(values).argsort(descending=True, stable=True)[:most]
+        classes = present.repeat_interleave(torch.tensor([len(part) for part in parts], device=device))[best]
+        directions = torch.cat(parts)[best]
         return directions, classes, (theta[classes] * directions).sum(-1)
 
     def _gauss_newton(self, job: Job, fitted: FittedELLA, *, early_stop: bool) -> dict[int, Tensor]:  # of (K, K)
@@ -186,9 +184,6 @@ class ELLA(NTKMethod):
 
     def _tangent_features(self, tangents: Tensor, batch: Batch) -> Tensor:  # (N, C K)
         return self.jacobian.push(batch, tangents).flatten(1)
-
-    def _feature_width(self, outputs: int) -> int:
-        return outputs * self.config.num_features
 
     def _blank(self, shapes: Mapping[str, Any]) -> FittedELLA:
         k, size = shapes["directions"]

@@ -100,14 +100,12 @@ class VaLLA(NTKMethod):
     history = History()
     """The losses and validation scores of the last fit."""
 
-    def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
-        super().__init__(model, likelihood, **options)
-        self._likelihood.check_alpha(self.config.alpha)
-
     def _suited(self, likelihood: Any) -> Likelihood:
-        made = make_likelihood(likelihood)
-        by_name = not isinstance(likelihood, Likelihood)
-        return Categorical(temperature=1.0) if by_name and isinstance(made, Categorical) else made
+        suited = make_likelihood(likelihood)
+        if isinstance(suited, Categorical) and not isinstance(likelihood, Likelihood):
+            suited = Categorical(temperature=1.0)
+        suited.check_alpha(self.config.alpha)
+        return suited
 
     @property
     def prior_precision(self) -> float:
@@ -118,49 +116,50 @@ class VaLLA(NTKMethod):
     def _fit(self, job: Job) -> FittedVaLLA:
         if self._likelihood.draws and not Ranks().alone:
             raise OptionError('Monte Carlo training draws in one process: use training="pairwise" with several.')
-        device, gradients, owners = self._home(job.train.outputs.device), None, None
-        likelihood = self._start_likelihood(job.train, device)
+        likelihood, tangents = self._start_likelihood(job.train, self._home(job.train.outputs.device)), None
         if self.config.weights == "all":
-            gradients, owners = self._draw_gradients(job)
-            job = self._with_features(job, gradients)
+            tangents = self._draw_gradients(job, self.config.num_inducing + job.train.outputs[0].numel())
+            job = self._with_features(job, tangents[0])
         train = job.train.only("features")
-        fitted = self._untrained(train, likelihood, gradients, owners)
+        fitted = self._untrained(train, likelihood, tangents)
         if job.val is not None and self.config.prior_precision is None and self.config.steps:
             start_where_best(fitted.process.kernel.get_parameter("log_variance"), fitted.validation_score(job.val))
         view, form = PointView(train, fitted.coordinates), VarianceForm("per_output")
         self.history = train_fitted(fitted, job, form, self.config.alpha, self.config.training, view)
         return fitted
 
-    def _untrained(
-        self, train: Outputs, likelihood: Likelihood, gradients: Tensor | None, owners: Tensor | None
-    ) -> FittedVaLLA:
-        """The process as it starts: outputs have a mean prior variance of one, unless σ₀² is given."""
-        device, generator = next(likelihood.parameters()).device, torch.Generator().manual_seed(self.config.seed)
+    def _untrained(self, train: Outputs, likelihood: Likelihood, tangents: tuple[Tensor, Tensor] | None) -> FittedVaLLA:
+        """The process as it starts: outputs have a mean prior variance of one, unless σ₀² is given.
+
+        `tangents` are the gradients at the inducing points and their outputs, of a kernel of all weights.
+        """
+        config, device = self.config, next(likelihood.parameters()).device
+        generator = torch.Generator().manual_seed(config.seed)
         units = torch.ones(train.outputs[0].numel(), dtype=torch.float64, device=device)
         if isinstance(likelihood, Gaussian):
             units = units / likelihood.scale
         # Also refuses features that are not the last layer's.
-        bias = gradients is not None or find_last_layer(self.backbone, train, device).bias is not None
+        bias = tangents is not None or find_last_layer(self.backbone, train, device).bias is not None
         kernel = LastLayerNTK(bias=bias).to(device)
         assert train.features is not None
         coordinates = Coordinates({"features": train.features.shape[1]}, "features").to(device)
         view = PointView(train, coordinates)
         sample = view.sample(1000, generator)
         process: Process
-        if gradients is not None and owners is not None:
-            among = products(gradients, gradients).to(device)
-            process = TangentProcess(kernel, among, owners.to(device), independent_outputs(units))
+        if tangents is not None:
+            gradients, owners = tangents
+            process = TangentProcess(kernel, products(gradients, gradients).to(device), owners.to(device), units)
             size = process.split(sample["features"])[1].diagonal(dim1=1, dim2=2).mean(0)
         else:
-            config = self.config
+            gradients = None
             inducing = initial_inducing(
                 config.inducing, config.inducing_classes, config.num_inducing, view, len(units), generator
             )
             process = Process(kernel, inducing, len(units), independent_outputs(units), start=START)
             size = kernel.diag(sample).mean().detach()
-        precision = self.config.prior_precision or float((size * units.square()).mean().clamp_min(1e-300))
+        precision = config.prior_precision or float((size * units.square()).mean().clamp_min(1e-300))
         nn.init.constant_(kernel.log_variance, -math.log(precision))
-        kernel.requires_grad_(self.config.prior_precision is None)
+        kernel.requires_grad_(config.prior_precision is None)
         return FittedVaLLA(process, coordinates, likelihood, gradients=gradients)
 
     def _rows_at_once(self) -> int:
@@ -170,24 +169,19 @@ class VaLLA(NTKMethod):
     def _tangent_features(self, tangents: Tensor, batch: Batch) -> Tensor:  # (N, C M + C C)
         """The tangent kernel for a prior variance of one, between a point's outputs and the inducing points, and among
         those outputs."""
-        found = []
+        parts = []
         for j in self.jacobian.written(batch):
             cross = products(j.flatten(0, 1), tangents.to(j.device))
-            found.append(torch.cat([cross.reshape(len(j), -1), products(j, j).flatten(1)], -1))
-        return torch.cat(found)
-
-    def _feature_width(self, outputs: int) -> int:
-        return outputs * (self.config.num_inducing + outputs)
+            parts.append(torch.cat([cross.reshape(len(j), -1), products(j, j).flatten(1)], -1))
+        return torch.cat(parts)
 
     def _blank(self, shapes: Mapping[str, Any]) -> FittedVaLLA:
         likelihood, outputs = self._blank_likelihood(), math.prod(self._width or ())
         kernel = LastLayerNTK(bias=shapes["kernel"]["bias"])
         if self.config.weights == "last":
             return FittedVaLLA.blank(shapes, kernel, likelihood, outputs)
-        owners = torch.tensor(shapes["owners"])
-        among = torch.zeros(len(owners), len(owners), dtype=torch.float64)
-        units = torch.ones(outputs, dtype=torch.float64)
-        process = TangentProcess(kernel, among, owners, independent_outputs(units))
+        owners, units = torch.tensor(shapes["owners"]), torch.ones(outputs, dtype=torch.float64)
+        process = TangentProcess(kernel, units.new_zeros(len(owners), len(owners)), owners, units)
         coordinates = Coordinates(shapes["spaces"], "features")
         gradients = next(iter(self.jacobian.weights.values())).new_zeros(len(owners), self.jacobian.size)
         return FittedVaLLA(process, coordinates, likelihood, gradients=gradients)
@@ -212,11 +206,14 @@ class TangentProcess(Process):
         kernel: Its variance is σ₀².
         among: The tangent kernel among the inducing points, (M, M), in the place of their coordinates.
         owners: The output of each inducing point, (M,), in ascending order.
-        coupling: The squared units of the outputs.
+        units: What turns outputs into units of training, (C,).
     """
 
-    def __init__(self, kernel: LastLayerNTK, among: Tensor, owners: Tensor, coupling: OutputCovariance) -> None:
-        super().__init__(kernel, Inducing({"features": among}, owners), coupling.num_outputs, coupling, start=START)
+    coupling: OutputCovariance
+
+    def __init__(self, kernel: LastLayerNTK, among: Tensor, owners: Tensor, units: Tensor) -> None:
+        inducing = Inducing({"features": among}, owners)
+        super().__init__(kernel, inducing, len(units), independent_outputs(units), start=START)
         self.z.requires_grad_(False)
 
     def split(self, features: Tensor) -> tuple[Tensor, Tensor]:  # (N, C, M) and (N, C, C)
@@ -226,8 +223,8 @@ class TangentProcess(Process):
         return cross.unflatten(-1, (c, -1)), prior.unflatten(-1, (c, c))
 
     def forward(self, x: Points) -> tuple[Latent, Tensor]:
-        found = self._correction(self.z["features"])
-        return self.latent(x, found.w), found.kl
+        w, kl = self._correction(self.z["features"])
+        return self.latent(x, w), kl
 
     def prepare(self) -> Tensor:  # (M, M)
         return self._correction(self.z["features"]).w
@@ -243,15 +240,17 @@ class TangentProcess(Process):
         units = units[self.z_class]
         return correction(self.chol, variance * units[:, None] * units * kzz)
 
-    def _units_and_variance(self) -> tuple[Tensor, Tensor]:  # (C,), what turns outputs into units of training, and ()
-        assert self.coupling is not None
+    def _units_and_variance(self) -> tuple[Tensor, Tensor]:  # (C,) and ()
         return self.coupling.diagonal().sqrt(), self.kernel.get_parameter("log_variance").exp()
 
 
 @torch.no_grad()
 def start_where_best(log_variance: Tensor, score: Callable[[], float]) -> None:
-    """Sets σ₀² to the best power of ten, relative to what it is. Data that the network has memorized only ever ask for
-    less variance: where training starts is then as important as where it stops."""
+    """Sets σ₀² to the best power of ten, relative to what it is.
+
+    Data that the network has memorized only ever ask for less variance: where training starts is then as important as
+    where it stops.
+    """
     middle = float(log_variance)
 
     def at(power: int) -> float:
