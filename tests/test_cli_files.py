@@ -178,7 +178,7 @@ def test_the_same_fit_writes_the_same_bytes(folder: Path) -> None:
         ("fit classes.npz --task classification -o h --set steps", "Expected --set name=value"),
         ("fit classes.npz --task regression -o h --method temperature", "temperature is for classification"),
         ("fit classes.npz --task classification -o h --config bad.toml", "Expected TOML in bad.toml"),
-        ("fit classes.npz --task classification -o h --resume", "resume=True goes on from a checkpoint"),
+        ("fit classes.npz --task classification -o h --resume", "--resume goes on from a checkpoint"),
         ("fit classes.npz --task classification -o h --outputs a", "Expected a Parquet or CSV table"),
         ("fit odd.npz --task classification -o h", "Expected targets: batches"),
         ("fit classes.npz[500:] --task classification -o h", "Expected a range with rows in it"),

@@ -89,30 +89,28 @@ def compare(
         require_folder(out)
         for file in written:
             shared.require_output(out / file, force=force, inputs=(*paths.values(), config))
-    interrupted = False
-    try:
-        for name, options in fits.items():
-            typer.echo(f"{name} ...", err=True)
-            try:
-                row, configuration = in_fresh_process(fit_and_score, name, kind, options, device, paths, columns)
-            except BrokenProcessPool:
-                row = Row(name, error="its process was killed; was there memory enough?")
-                configuration = {"options": options}
-            rows.append(row)
-            record = record_of(row) | {"task": kind, "seed": options.get("seed", seed), "device": device or "cpu"}
-            record |= {"data": paths, "configuration": configuration}
-            shared.write_text(out / f"{name}-{seed}.json", json.dumps(record, indent=2, default=str) + "\n")
-            # After each method: a long comparison may be interrupted.
-            shared.write_text(out / "table.md", Comparison(kind, tuple(rows)).markdown())
-            shared.write_text(out / "table.csv", Comparison(kind, tuple(rows)).csv())
-    except KeyboardInterrupt:
-        interrupted = True
     comparison = Comparison(kind, tuple(rows))
-    comparison.show(title=f"Fitted on {shared.describe(data['train'])}, scored on {shared.describe(data['test'])}")
-    if interrupted or not comparison.figures:
-        reason = "interrupted" if interrupted else "no method could be fitted to these data"
-        typer.echo(f"posthoc: {reason}", err=True)
-        raise typer.Exit(shared.INTERRUPTED if interrupted else 1)
+    try:
+        with shared.interruptible(f"{out} has the methods that were done"):
+            for name, options in fits.items():
+                typer.echo(f"{name} ...", err=True)
+                try:
+                    row, configuration = in_fresh_process(fit_and_score, name, kind, options, device, paths, columns)
+                except BrokenProcessPool:
+                    row = Row(name, error="its process was killed; was there memory enough?")
+                    configuration = {"options": options}
+                comparison = Comparison(kind, (*comparison.rows, row))
+                record = record_of(row) | {"task": kind, "seed": options.get("seed", seed), "device": device or "cpu"}
+                record |= {"data": paths, "configuration": configuration}
+                # After each method: a long comparison may be interrupted.
+                shared.write_text(out / f"{name}-{seed}.json", json.dumps(record, indent=2, default=str) + "\n")
+                shared.write_text(out / "table.md", comparison.markdown())
+                shared.write_text(out / "table.csv", comparison.csv())
+    finally:
+        comparison.show(title=f"Fitted on {shared.describe(data['train'])}, scored on {shared.describe(data['test'])}")
+    if not comparison.figures:
+        typer.echo("posthoc: no method could be fitted to these data", err=True)
+        raise typer.Exit(1)
     typer.echo(f"wrote {', '.join(written)} to {out}")
 
 
@@ -185,9 +183,9 @@ def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
 
 def end_with_parent() -> None:
     """End this process when its parent has ended."""
+    parent = multiprocessing.parent_process()
 
     def wait() -> None:
-        parent = multiprocessing.parent_process()
         if parent is not None:
             parent.join()
         os._exit(1)

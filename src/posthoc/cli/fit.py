@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from posthoc.cli import shared
+from posthoc.errors import OptionError
 
 __all__ = ["fit"]
 
@@ -48,6 +49,8 @@ def fit(
         --targets label -o head.safetensors
     torchrun --nproc-per-node=2 -m posthoc fit train.npz -o head.safetensors
     """
+    if resume and checkpoint is None:
+        raise OptionError("--resume goes on from a checkpoint: name its folder with --checkpoint.")
     # A resumed run that was finished writes the same head again.
     shared.require_output(out, force=force or resume, inputs=(data, val, config))
     options = shared.read_config(config, set_)

@@ -26,7 +26,7 @@ def report(
     """
     from posthoc.evaluate.report.page import write_report
 
-    require_output(out, force=force, inputs=(results,))
+    require_output(out, force=force, inputs=results.rglob("*.json"))
     written = write_report(results, out)
     for warning in written.warnings:
         typer.echo(f"posthoc: {warning}", err=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -94,9 +94,9 @@ def read_value(text: str) -> Any:
     """A value of `--set`: TOML, a boolean as people write it, or a word without quotes."""
     import tomllib
 
-    booleans = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-    if text.lower() in booleans:
-        return booleans[text.lower()]
+    for value, words in ((True, ("true", "yes", "y", "on")), (False, ("false", "no", "n", "off"))):
+        if text.lower() in words:
+            return value
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -115,7 +115,7 @@ def build_method(name: str, task: str, options: dict[str, Any], device: str | No
         raise OptionError("Expected [likelihood] to be a table of options, and the task to come from --task.")
     if isinstance(spec := options.get("kernel"), dict | str):
         options["kernel"] = kernel_from_spec({"type": spec} if isinstance(spec, str) else spec)
-    return method_named(name)(None, make_likelihood({"type": task, **table}), device=device, **options)
+    return method_named(name)(None, make_likelihood({"type": task, **table}), **{"device": device, **options})
 
 
 def describe(rows: Outputs) -> str:
@@ -186,15 +186,12 @@ def messages_on_stderr() -> Iterator[None]:
         else:
             show_warning(message, category, *where, **more)
 
-    def terminate(number: int, frame: object) -> NoReturn:
-        sys.exit(128 + number)
-
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("posthoc: %(message)s"))
     logger = logging.getLogger("posthoc")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    previous = signal.signal(signal.SIGTERM, terminate)
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     warnings.showwarning = show
     try:
         yield

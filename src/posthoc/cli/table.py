@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,16 @@ def write_predictions(parts: Iterable[Predictive], path: str | os.PathLike[str])
     Returns:
         The number of rows.
     """
-    writer = require_table(path)
-    add: Callable[[Columns], object] | None = None
-    rows = 0
-    with atomic_path(path) as temporary, ExitStack() as stack:
+    write, rows = require_table(path), 0
+
+    def tables() -> Iterator[Columns]:
+        nonlocal rows
         for part in parts:
-            table = columns(part.cpu(), rows)
-            add = add or stack.enter_context(writer(temporary, table))
-            add(table)
+            yield columns(part.cpu(), rows)
             rows += len(part)
+
+    with atomic_path(path) as temporary:
+        write(temporary, tables())
     return rows
 
 
@@ -57,37 +58,38 @@ def columns(part: Predictive, first: int) -> Columns:
     return table
 
 
-def require_table(path: str | os.PathLike[str]) -> Callable[[Path, Columns], Any]:
+def require_table(path: str | os.PathLike[str]) -> Callable[[Path, Iterator[Columns]], None]:
     """The function that writes a table of this suffix; raises, before the work, if there is none."""
     suffix = Path(path).suffix
     if suffix == ".csv":
-        return csv_writer
+        return write_csv
     if suffix != ".parquet":
         raise OptionError(f"Expected a table to write, a .parquet or a .csv, got {Path(path).name!r}.")
     require("pyarrow", "tables", "Writing Parquet")
-    return parquet_writer
+    return write_parquet
 
 
-@contextmanager
-def parquet_writer(path: Path, first: Columns) -> Iterator[Callable[[Columns], object]]:
-    """Gives a function that adds rows to a Parquet file with the columns of `first`."""
+def write_parquet(path: Path, tables: Iterator[Columns]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    def as_arrow(table: Columns) -> Any:
-        return pa.table({name: list(values) if values.ndim > 1 else values for name, values in table.items()})
+    converted = (
+        pa.table({name: list(values) if values.ndim > 1 else values for name, values in table.items()})
+        for table in tables
+    )
+    first = next(converted)
+    with pq.ParquetWriter(path, first.schema) as writer:
+        for table in chain([first], converted):
+            writer.write_table(table)
 
-    with pq.ParquetWriter(path, as_arrow(first).schema) as writer:
-        yield lambda table: writer.write_table(as_arrow(table))
 
-
-@contextmanager
-def csv_writer(path: Path, first: Columns) -> Iterator[Callable[[Columns], object]]:
-    """Gives a function that adds rows to a CSV file with the columns of `first`."""
+def write_csv(path: Path, tables: Iterator[Columns]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(flat(first))
-        yield lambda table: writer.writerows(zip(*flat(table).values(), strict=True))
+        for table in map(flat, tables):
+            if file.tell() == 0:
+                writer.writerow(table)
+            writer.writerows(zip(*table.values(), strict=True))
 
 
 def flat(table: Columns) -> dict[str, list[Any]]:

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from fractions import Fraction
+from functools import reduce
 from importlib import import_module
 from operator import index
 from typing import Any, ClassVar, Self
@@ -33,10 +33,10 @@ def working_dtype(mean: Tensor) -> torch.dtype:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Rows:
+class Rows(ABC):
     """A frozen dataclass of tensors with one row for each point; indexing, moving and joining act on all of them.
 
-    Tensors without dimensions, and whatever is no tensor, belong to all points.
+    Tensors without dimensions, and fields of other types, belong to all points. The length is that of the first field.
     """
 
     hints: ClassVar[Mapping[str, str]] = {}
@@ -49,7 +49,7 @@ class Rows:
         return self._map(lambda part: part[rows] if has_rows(part) else part)
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return len(getattr(self, fields(self)[0].name))
 
     def __iter__(self) -> Iterator[Self]:
         return (self[row] for row in range(len(self)))
@@ -61,6 +61,18 @@ class Rows:
     def cpu(self) -> Self:
         """A copy on the CPU."""
         return self.to("cpu")
+
+    @abstractmethod
+    def columns(self) -> dict[str, Tensor]:
+        """The main quantities by name, with one row for each point; the first is the prediction itself."""
+
+    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The main quantities as NumPy arrays by name."""
+        return {name: as_array(values) for name, values in self.columns().items()}
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """The main quantities as lists of plain numbers by name, ready for JSON."""
+        return {name: values.tolist() for name, values in self.numpy().items()}
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
@@ -79,6 +91,23 @@ class Rows:
         if name in self.hints:
             raise WrongTaskError(f"A {type(self).__name__} has no {name}: {self.hints[name]}.")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{self.elsewhere}.")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        array = as_array(next(iter(self.columns().values())))
+        return array.astype(dtype, copy=bool(copy)) if dtype is not None or copy else array
+
+    def __repr__(self) -> str:
+        mean = getattr(self, "latent", self).mean
+        dtype, outputs = str(mean.dtype).removeprefix("torch."), mean.shape[1:].numel()
+        device = str(mean.device)
+        return f"{type(self).__name__}(points={len(self)}, {outputs=}, {dtype=!s}, {device=})"
+
+    def _repr_html_(self) -> str:
+        shown: dict[str, list[Any]] = {}
+        for name, values in self[:6].numpy().items():
+            columns = values.reshape(len(values), -1).T[:SHOWN_COLUMNS].tolist()
+            shown |= {name if len(columns) == 1 else f"{name}[{i}]": column for i, column in enumerate(columns)}
+        return html_table(repr(self), shown)
 
 
 def has_rows(part: Any) -> bool:
@@ -147,17 +176,12 @@ class LatentGaussian(Rows):
         """
         dtype = working_dtype(draws)
         # One draw at a time: all of them in float64 would be many times their size.
-        mean = torch.zeros_like(draws[0], dtype=torch.float64)
-        for f in draws:
-            mean += f.double() / len(draws)
-        variance = torch.zeros_like(mean)
-        full = torch.diag_embed(variance.reshape(len(mean), -1)) if covariance else None
-        for f in draws:
-            deviation = f.double() - mean
-            variance += deviation.square() / len(draws)
-            if full is not None:
-                deviation = deviation.reshape(len(mean), -1)
-                full += deviation[:, :, None] * deviation[:, None, :] / len(draws)
+        mean = reduce(torch.add, (f.double() for f in draws)) / len(draws)
+        variance = reduce(torch.add, ((f.double() - mean).square() for f in draws)) / len(draws)
+        full = None
+        if covariance:
+            deviations = ((f.double() - mean).reshape(len(mean), -1) for f in draws)
+            full = reduce(torch.add, (d[:, :, None] * d[:, None, :] for d in deviations)) / len(draws)
         return cls(
             mean.to(dtype),
             variance.to(dtype),
@@ -195,15 +219,13 @@ class LatentGaussian(Rows):
             return self.mean + self.std * noise
         return self.mean + correlate(self.covariance, noise.reshape(n, len(self), -1)).reshape(noise.shape)
 
-    def __len__(self) -> int:
-        return len(self.mean)
-
-    def __repr__(self) -> str:
-        return f"LatentGaussian({shape_text(self)})"
+    def columns(self) -> dict[str, Tensor]:
+        """Mean and standard deviation."""
+        return {"mean": self.mean, "std": self.std}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Predictive(Rows, ABC):
+class Predictive(Rows):
     """The distribution of a new observation at each of N points. A row is a point; `pred[rows]` selects some of them.
 
     Args:
@@ -224,10 +246,6 @@ class Predictive(Rows, ABC):
     @abstractmethod
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """Draws of new observations, (n, N, ...)."""
-
-    @abstractmethod
-    def columns(self) -> dict[str, Tensor]:
-        """The main quantities by name, with one row for each point; the first is the prediction itself."""
 
     def uncertainty(self, by: By = None) -> Tensor:
         """How uncertain each prediction is, (N,) in float64; larger is more uncertain.
@@ -267,14 +285,6 @@ class Predictive(Rows, ABC):
             raise OptionError(f"Expected either a budget or a threshold, got {budget!r} and {threshold!r}.")
         return ~(self.uncertainty(by) <= threshold)  # NaN is deferred
 
-    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The main quantities as NumPy arrays by name."""
-        return {name: as_array(values) for name, values in self.columns().items()}
-
-    def to_dict(self) -> dict[str, list[Any]]:
-        """The main quantities as lists of plain numbers by name, ready for JSON."""
-        return {name: values.tolist() for name, values in self.numpy().items()}
-
     def plot(self, targets: Any = None, ax: Any = None) -> Any:
         """The standard figure of the task, on matplotlib (extra `plots`).
 
@@ -286,23 +296,6 @@ class Predictive(Rows, ABC):
             The `Axes`.
         """
         return import_module("posthoc.evaluate.plots").plot(self, targets, ax)
-
-    def __len__(self) -> int:
-        return len(self.latent)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        array = as_array(next(iter(self.columns().values())))
-        return array.astype(dtype, copy=bool(copy)) if dtype is not None or copy else array
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({shape_text(self.latent)})"
-
-    def _repr_html_(self) -> str:
-        shown: dict[str, list[Any]] = {}
-        for name, values in self[:6].numpy().items():
-            columns = values.reshape(len(values), -1).T[:SHOWN_COLUMNS].tolist()
-            shown |= {name if len(columns) == 1 else f"{name}[{i}]": column for i, column in enumerate(columns)}
-        return html_table(repr(self), shown)
 
 
 UncertaintyScore = Callable[[Any], Tensor]
@@ -329,8 +322,8 @@ def rows_in_budget(budget: Any, rows: int) -> int:
         allowed = index(budget)
     except TypeError:
         share = number(budget)
-        # The share as it was written: 0.29 * 100 is less than 29 in floating point.
-        allowed = math.floor(Fraction(repr(share)) * rows) if 0.0 <= share <= 1.0 else -1
+        # 0.29 * 100 is a little less than 29 in floating point.
+        allowed = math.floor(share * rows + 1e-9) if 0.0 <= share <= 1.0 else -1
     if allowed < 0:
         raise OptionError(f"Expected a share of the rows from 0.0 to 1.0, or a number of rows, got {budget!r}.")
     return allowed
@@ -345,10 +338,3 @@ def as_array(values: Tensor) -> np.ndarray[Any, Any]:
     """A tensor as a NumPy array; half precision becomes float32."""
     values = values.detach().cpu()
     return (values.to(working_dtype(values)) if values.is_floating_point() else values).numpy()
-
-
-def shape_text(latent: LatentGaussian) -> str:
-    """The points, outputs, dtype and device of predictions, for their repr."""
-    mean = latent.mean
-    dtype = str(mean.dtype).removeprefix("torch.")
-    return f"points={len(mean)}, outputs={mean.shape[1:].numel()}, dtype={dtype}, device={str(mean.device)!r}"

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from typing import Any, ClassVar, Self
 
 import torch
@@ -153,13 +152,13 @@ class Calibration:
         """The largest score of an answer with this level, () or (outputs,); infinite if n is too small for it."""
         if not 0.0 < level < 1.0:
             raise OptionError(f"Expected a level strictly between 0 and 1, got {level} (0.95 means 95 %).")
-        n, exact = len(self.scores), Fraction(repr(float(level)))  # the level as written: 0.07 * 100 is more than 7
-        rank = math.ceil((n + 1) * exact)
+        n = len(self.scores)
+        rank = math.ceil((n + 1) * level - 1e-9)  # 0.07 * 100 is a little more than 7 in floating point
         if rank <= n:
             return self.scores[rank - 1]
         warnings.warn(
             f"{n} calibration points cannot promise a coverage of {level}: the answer holds everything. It takes at "
-            f"least {math.ceil(exact / (1 - exact))} points.",
+            f"least {math.ceil(level / (1.0 - level) - 1e-9)} points.",
             PosthocWarning,
             stacklevel=3,
         )
@@ -256,7 +255,7 @@ class Conformal:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ConformalPredictive(Rows, ABC):
+class ConformalPredictive(Rows):
     """Predictions for N points with guaranteed coverage; `pred[rows]` selects some of them.
 
     Args:
@@ -277,12 +276,6 @@ class ConformalPredictive(Rows, ABC):
     @abstractmethod
     def covers(self, y: Any, level: float = 0.95) -> Tensor:
         """Whether observations lie in the answers of this level."""
-
-    def __len__(self) -> int:
-        return len(self.base)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.base!r}, {self.calibration!r})"
 
 
 class ConformalIntervals(ConformalPredictive):
@@ -307,6 +300,11 @@ class ConformalIntervals(ConformalPredictive):
         half = half * (1.0 + 8.0 * torch.finfo(torch.float64).eps)  # an observation on the edge stays inside
         return rounded_outward(mean - half, dtype, -math.inf), rounded_outward(mean + half, dtype, math.inf)
 
+    def columns(self) -> dict[str, Tensor]:
+        """Mean, and the ends of the 95 % intervals."""
+        lower, upper = self.interval()
+        return {"mean": self.mean, "lower": lower, "upper": upper}
+
     def width(self, level: float = 0.95) -> Tensor:
         """The widths of the intervals, of the shape of the mean."""
         lower, upper = self.interval(level)
@@ -330,6 +328,11 @@ class ConformalSets(ConformalPredictive):
         is always one of them, unless the score allows empty sets."""
         threshold = self.calibration.threshold(level).to(self.latent.mean.device)
         return apply_by_rows(lambda part: self.calibration.score.of_classes(part) <= threshold, self.base)
+
+    def columns(self) -> dict[str, Tensor]:
+        """The 95 % sets and their sizes."""
+        sets = self.sets()
+        return {"sets": sets, "size": sets.sum(-1)}
 
     def size(self, level: float = 0.95) -> Tensor:
         """The number of classes in each set, (N,)."""

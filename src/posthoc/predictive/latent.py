@@ -39,7 +39,10 @@ class Latent(ABC):
 
     def perturb(self, noise: Tensor) -> Tensor:
         """Draws of f - mean, (S, N, C), from standard normal noise of that shape; differentiable in V."""
-        return correlate(self.covariance(), noise)
+        if not self.independent:
+            return correlate(self.covariance(), noise)
+        # The lower limit keeps the gradient of the square root finite where the variance is zero.
+        return noise * self.variance.clamp_min(1e-300 if noise.dtype == torch.float64 else 1e-30).sqrt()
 
 
 class IndependentLatent(Latent):
@@ -60,10 +63,6 @@ class IndependentLatent(Latent):
     def difference(self, top: Tensor) -> Tensor:
         total = self._variance + self._variance.gather(-1, top[:, None])
         return total.scatter(-1, top[:, None], 0.0)
-
-    def perturb(self, noise: Tensor) -> Tensor:
-        # The lower limit keeps the gradient of the square root finite where the variance is zero.
-        return noise * self._variance.clamp_min(1e-300 if noise.dtype == torch.float64 else 1e-30).sqrt()
 
 
 class ZeroLatent(IndependentLatent):
@@ -117,9 +116,6 @@ class Widened(Latent):
     def covariance(self) -> Tensor:
         v = self.latent.covariance()
         return v + torch.diag_embed(self.more.expand(v.shape[:-1]))
-
-    def perturb(self, noise: Tensor) -> Tensor:
-        return IndependentLatent(self.variance).perturb(noise) if self.independent else super().perturb(noise)
 
     def difference(self, top: Tensor) -> Tensor:
         return (self.latent.difference(top) + 2.0 * self.more).scatter(-1, top[:, None], 0.0)

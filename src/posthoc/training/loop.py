@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from posthoc.display import html_table
 from posthoc.errors import FileError, TrainingError
 from posthoc.progress import progress_bar
 from posthoc.training.adam import FlatAdam
@@ -78,6 +79,11 @@ class History:
             score = self.scores[self.best_step]
             parts.append(f"best of {len(self.scores)} scores {score:.4g} at step {self.best_step}")
         return f"History({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        if self.scores:
+            return html_table(repr(self), {"step": list(self.scores), "validation score": list(self.scores.values())})
+        return html_table(repr(self), {"step": range(1, len(self.losses) + 1), "loss": self.losses})
 
 
 class Block(Protocol):
