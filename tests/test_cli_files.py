@@ -214,8 +214,8 @@ def test_bad_input_gives_a_message_and_leaves_nothing(folder: Path, arguments: s
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        *((text, True) for text in ("true", "True", "yes", "on")),
-        *((text, False) for text in ("false", "False", "no", "Off")),
+        *((text, True) for text in ("true", "True", "yes", "y", "on")),
+        *((text, False) for text in ("false", "False", "no", "N", "Off")),
         *(("3", 3), ("0.5", 0.5), ("shared", "shared"), ("'a'", "a"), ("[1, 2]", [1, 2]), ("yes!", "yes!")),
     ],
 )
@@ -233,7 +233,7 @@ def test_seeds_that_are_too_large_are_refused(folder: Path) -> None:
 
 def test_the_task_is_known_from_the_targets_and_other_methods_can_be_fitted(folder: Path) -> None:
     assert "taken as classification" in posthoc(
-        "fit", "classes.npz", "-o", "a", "--method", "temperature", "--seed", "3"
+        "fit", "classes.npz", "-o", "a", "--method", "temperature", "--seed", "3", "--set", "device=cpu"
     )
     assert "temperature" in posthoc("evaluate", "a", "classes.npz")
     assert "taken as regression" in posthoc("fit", "reals.npz", "-o", "b", "--method", "map", "--val", "reals.npz[80:]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import json
 import math
 from itertools import pairwise
 from typing import Any
@@ -363,6 +364,17 @@ def test_calibration_and_streams_are_those_of_the_method(task):
     assert torch.equal(covered, whole.covers(y, 0.7))
     assert torch.equal(whole[7].covers(y[7:8], 0.7), whole.covers(y, 0.7)[7:8])
     assert torch.equal(whole[10:20].latent.mean, whole.base.latent.mean[10:20])
+
+
+def test_answers_are_arrays_and_tables():
+    for data, new in ((drawn_values(30, 0), VALUES), (drawn_classes(30, 0), CLASSES)):
+        found = answers(*data, new)
+        plain = found.to_dict()
+        assert json.loads(json.dumps(plain)) == plain
+        assert {name: len(column) for name, column in plain.items()} == dict.fromkeys(found.numpy(), 5)
+        np.testing.assert_array_equal(np.asarray(found), next(iter(found.numpy().values())))
+        assert "points=5" in repr(found)
+        assert found._repr_html_().startswith("<table><caption>Conformal")
 
 
 def test_the_usual_metrics_judge_conformal_intervals():

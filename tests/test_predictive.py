@@ -13,6 +13,7 @@ from posthoc import DataError, OptionError, PosthocWarning, WrongTaskError
 from posthoc.predictive.base import LatentGaussian
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.regression import RegressionPredictive
+from posthoc.training.loop import History
 from tests.cases import answers
 
 DOUBLE = torch.float64
@@ -192,6 +193,11 @@ def test_predictions_print_in_a_line_and_as_a_short_table(make):
     table = pred._repr_html_()
     assert table.startswith("<table>")
     assert len(table) < 3000
+
+
+def test_a_history_is_a_table_of_scores_or_losses():
+    assert "<th>validation score</th></tr><tr><td>20</td><td>0.5</td>" in History([1.0], {20: 0.5}, 20)._repr_html_()
+    assert "<th>loss</th></tr><tr><td>1</td><td>0.25</td>" in History([0.25])._repr_html_()
 
 
 def test_logits_without_variance_have_no_mutual_information():

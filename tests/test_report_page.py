@@ -275,6 +275,8 @@ def test_the_command_writes_the_page_and_says_what_is_wrong(tmp_path):
     assert "--force" in str(refused.exception)
     assert run(tmp_path / "results", "-o", out, "--force").exit_code == 0
     assert out.read_text() == page
+    over = run(tmp_path / "results", "-o", tmp_path / "results" / "broken.json", "--force")
+    assert "than the input" in str(over.exception)
     (tmp_path / "empty").mkdir()
     for line in ((out, "--force"), (tmp_path / "absent" / "report.html",)):
         assert isinstance(run(tmp_path / "empty", "-o", *line).exception, FileError)
