@@ -3,7 +3,7 @@
 With features φ (a constant among them where there is a bias) and Λ = diag(p) - ppᵀ of a point's class probabilities,
 the matrix is Σ Λ ⊗ φφᵀ over the data. In regression Λ is diagonal and the same for all points, so that all three forms
 are Kronecker products. A Gaussian prior of precision δ adds δ to every eigenvalue; the inverse is the weights'
-covariance, and J (·)⁻¹ Jᵀ that of the outputs, never written out for more than it must.
+covariance, and J (·)⁻¹ Jᵀ that of the outputs.
 """
 
 from __future__ import annotations
@@ -22,18 +22,14 @@ __all__ = ["Curvature", "Dense", "Form", "Separable", "require_room", "sum_curva
 
 Form = Literal["kron", "full", "diag"]
 COPIES = 4
-"""Matrices of one size that exist at once: the sum, its eigenvectors and what it takes to find them."""
+"""Matrices of one size that exist at once: the sum, its eigenvectors and their work space."""
 
 
 class Separable(nn.Module):
-    """Eigenvectors U ⊗ Q over outputs and features. Without Q features are independent, without U outputs are."""
+    """Eigenvalues (C, D) and eigenvectors U ⊗ Q over outputs, (C, C), and features, (D, D). Without U the outputs are
+    independent, without Q the features are."""
 
-    def __init__(
-        self,
-        values: Tensor,  # (C, D)
-        in_vectors: Tensor | None = None,  # (D, D), Q
-        out_vectors: Tensor | None = None,  # (C, C), U
-    ) -> None:
+    def __init__(self, values: Tensor, in_vectors: Tensor | None = None, out_vectors: Tensor | None = None) -> None:
         super().__init__()
         self.register_buffer("values", values)
         self.values: Tensor
@@ -43,13 +39,9 @@ class Separable(nn.Module):
         self.out_vectors: Tensor | None
         self.width = max(values.shape)  # numbers that a prediction holds for each point
 
-    def latent(
-        self,
-        features: Tensor,  # (N, D)
-        precision: Tensor,  # (), δ
-        noise: Tensor,  # () or, in regression, (C,)
-    ) -> Latent:
-        """The Gaussian over the outputs that N(0, (curvature/noise + δ)⁻¹) over the weights gives."""
+    def latent(self, features: Tensor, precision: Tensor, noise: Tensor) -> Latent:
+        """The Gaussian over the outputs at features (N, D) if the weights have the covariance (curvature/noise + δ)⁻¹,
+        with the precision δ, (), and the noise, () or in regression (C,)."""
         total = self.values / noise.reshape(-1, 1) + precision  # (C, D)
         along = features if self.in_vectors is None else features @ self.in_vectors
         variance = along.square() @ total.reciprocal().mT  # (N, C)
@@ -59,11 +51,7 @@ class Separable(nn.Module):
 class Dense(nn.Module):
     """The whole matrix, weights in the order (output, feature)."""
 
-    def __init__(
-        self,
-        values: Tensor,  # (C D,)
-        vectors: Tensor,  # (C, D, C D)
-    ) -> None:
+    def __init__(self, values: Tensor, vectors: Tensor) -> None:  # (C D,), (C, D, C D)
         super().__init__()
         self.register_buffer("values", values)
         self.values: Tensor
@@ -83,11 +71,7 @@ Curvature = Separable | Dense
 class RotatedLatent(Latent):
     """V = U diag(a) Uᵀ, with the same U at every point."""
 
-    def __init__(
-        self,
-        along: Tensor,  # (N, C), a
-        vectors: Tensor,  # (C, C), U
-    ) -> None:
+    def __init__(self, along: Tensor, vectors: Tensor) -> None:  # (N, C), a, and (C, C), U
         self.along, self.vectors = along, vectors
 
     @property
@@ -100,8 +84,8 @@ class RotatedLatent(Latent):
     def difference(self, top: Tensor) -> Tensor:
         variance, label = self.variance, top[:, None]
         shared = (self.along * self.vectors[top]) @ self.vectors.mT
-        apart = variance + variance.gather(-1, label) - 2.0 * shared
-        return apart.clamp_min(0.0).scatter(-1, label, 0.0)
+        total = variance + variance.gather(-1, label) - 2.0 * shared
+        return total.clamp_min(0.0).scatter(-1, label, 0.0)
 
     def perturb(self, noise: Tensor) -> Tensor:
         return (noise * self.along.sqrt()) @ self.vectors.mT
@@ -173,12 +157,12 @@ def require_room(form: Form, num_outputs: int, num_features: int, *, classes: bo
         "diag": joint,
     }
     needed = {name: COPIES * 8 * count / 1e9 for name, count in numbers.items()}
-    others = [f'curvature="{name}" ({size:.2g} GB)' for name, size in needed.items() if size <= gigabytes]
     if needed[form] > gigabytes:
+        others = [f'curvature="{name}" ({size:.2g} GB)' for name, size in needed.items() if size <= gigabytes]
         raise OptionError(
-            f'Expected curvature="{form}" to fit into {gigabytes:g} GB, found that {num_outputs} outputs x '
-            f"{num_features} features need {needed[form]:.3g} GB. Use {' or '.join(others) or 'another method'}, or "
-            "allow more with max_gigabytes=...."
+            f'Expected curvature="{form}" to fit into {gigabytes:g} GB, found that its matrices need '
+            f"{needed[form]:.3g} GB. Use {' or '.join(others) or 'another method'}, or allow more with "
+            "max_gigabytes=...."
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs
@@ -18,17 +18,17 @@ from posthoc.numerics import rows_that_fit
 
 __all__ = ["LastLayer", "find_last_layer", "pieces", "require_last_layer", "with_one"]
 
-ALLOWED = 0.01
-"""How far from linear in the features the outputs may be, as a share of their spread: float16 files are at 0.001."""
-SPECK = 1e-10
-"""Directions in which features vary by less than this share of the largest variance tell nothing about W."""
+MAX_RESIDUAL = 0.01
+"""The largest residual of outputs that are linear in the features, as a share of their spread; float16 gives 0.001."""
+MIN_VARIANCE = 1e-10
+"""Directions in which features vary less than this, as a share of the largest variance, are left out of W."""
 
 
 class LastLayer(NamedTuple):
     """W and b, in float64."""
 
     weight: Tensor  # (C, D)
-    bias: Tensor | None  # (C,)
+    bias: Tensor | None = None  # (C,)
 
     @property
     def square_norm(self) -> float:
@@ -52,45 +52,44 @@ def require_last_layer(backbone: Backbone | None) -> None:
 
 def find_last_layer(backbone: Backbone | None, outputs: Outputs, home: torch.device) -> LastLayer:
     """The layer that turned the features into the outputs: the network's last `nn.Linear` where the features are its
-    input, else by least squares. Refused where it does not give the outputs."""
+    input, else by least squares. Raises where it does not give the outputs."""
     if outputs.features is None:
         raise DataError(
             "Expected features, what the network computes before its last layer, got none: give "
             "Outputs(outputs, targets, features), or an nn.Module whose last layer is an nn.Linear."
         )
-    if backbone is not None and backbone.module is not None and backbone.layer is not None and backbone.takes_input:
-        layer, named = read_layer(backbone.module, backbone.layer, outputs, home), backbone.layer
+    if backbone is not None and backbone.takes_input:
+        layer, expected = read_layer(backbone, outputs, home), f"the layer {backbone.layer!r} to give the outputs"
     else:
-        layer, named = solve(outputs, home), None
+        layer, expected = solve(outputs, home), "outputs that are linear in the features"
     found = residual(layer, outputs, home)
-    if not found <= ALLOWED:
-        expected = f"the layer {named!r} to give the outputs" if named else "outputs that are linear in the features"
+    if not found <= MAX_RESIDUAL:
         raise LayerError(
-            f"Expected {expected}, to {ALLOWED:.0%} of their spread, found a residual of {found:.3g} of it: the last "
-            "layer is not an nn.Linear, something follows it (a softmax, a scale), or these are other features. Give "
-            "logits and the features that the last layer takes, or use a method that needs no last layer, such as fmgp."
+            f"Expected {expected}, to {MAX_RESIDUAL:.0%} of their spread, found a residual of {found:.3g} of it. Give "
+            "logits (nothing may follow the last nn.Linear) and the features that it takes, or use another method, "
+            "such as fmgp."
         )
     return layer
 
 
-def read_layer(network: nn.Module, name: str, outputs: Outputs, home: torch.device) -> LastLayer:
-    """The weights of a named `nn.Linear`. A single logit of two classes stands for the logits [0, z]."""
-    linear, features = network.get_submodule(name), outputs.features
-    assert isinstance(linear, nn.Linear)
-    assert features is not None
-    weight = linear.weight.detach().to(home, torch.float64)
-    bias = linear.bias.detach().to(home, torch.float64) if linear.bias is not None else None
-    width = outputs.outputs.shape[1:].numel()
-    if len(weight) == 1 and width == 2:
-        weight = torch.cat([torch.zeros_like(weight), weight])
-        bias = torch.cat([torch.zeros_like(bias), bias]) if bias is not None else None
-    if weight.shape != (width, features.shape[1]):
+def read_layer(backbone: Backbone, outputs: Outputs, home: torch.device) -> LastLayer:
+    """The weights of the last `nn.Linear`. A single logit of two classes stands for the logits [0, z]."""
+    assert backbone.module is not None
+    assert outputs.features is not None
+    linear = backbone.module.get_submodule(str(backbone.layer))
+    parts = {name: getattr(linear, name) for name in ("weight", "bias") if getattr(linear, name) is not None}
+    parts = {name: value.detach().to(home, torch.float64) for name, value in parts.items()}
+    width, features = outputs.outputs.shape[1:].numel(), outputs.features.shape[1]
+    if len(parts["weight"]) == 1 and width == 2:
+        parts = {name: torch.cat([torch.zeros_like(value), value]) for name, value in parts.items()}
+    layer = LastLayer(**parts)
+    if layer.weight.shape != (width, features):
         raise LayerError(
-            f"Expected the layer {name!r} to take the {features.shape[1]} features and give the {width} outputs, found "
-            f"one from {weight.shape[1]} to {weight.shape[0]}: it is not the last layer. Name the layer before the "
-            "last with layer=..., so that its output is taken as features."
+            f"Expected the layer {backbone.layer!r} to take the {features} features and give the {width} outputs, "
+            f"found one of shape {tuple(layer.weight.shape)}: it is not the last layer. Name the layer before the last "
+            "with layer=..., so that its output is taken as features."
         )
-    return LastLayer(weight, bias)
+    return layer
 
 
 def solve(outputs: Outputs, home: torch.device) -> LastLayer:
@@ -99,8 +98,8 @@ def solve(outputs: Outputs, home: torch.device) -> LastLayer:
     rows, width = outputs.features.shape
     if rows <= width + 1:
         warnings.warn(
-            f"{rows} points are too few to find a last layer of {width} features: the smallest that gives the outputs "
-            "is taken, and whether they are linear in the features cannot be seen. Give the network, or more points.",
+            f"{rows} points are too few to find a last layer of {width} features, or to see whether the outputs are "
+            "linear in them. Give the network, or more points.",
             PosthocWarning,
             stacklevel=6,
         )
@@ -112,7 +111,7 @@ def solve(outputs: Outputs, home: torch.device) -> LastLayer:
         cross.addmm_(x.mT, y)
     x_mean, y_mean = gram[:-1, -1] / rows, cross[-1] / rows
     covariance = gram[:-1, :-1] / rows - torch.outer(x_mean, x_mean)
-    inverse = torch.linalg.pinv(covariance, rtol=SPECK, hermitian=True)
+    inverse = torch.linalg.pinv(covariance, rtol=MIN_VARIANCE, hermitian=True)
     weight = inverse @ (cross[:-1] / rows - torch.outer(x_mean, y_mean))  # (D, C)
     return LastLayer(weight.mT.contiguous(), y_mean - x_mean @ weight)
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 __all__ = ["best_evidence"]
 
-STEPS, FAR, CLOSE = 200, 2.0, 1e-9
-"""At most so many Newton steps, each of at most so many units of the logarithms, until one is so short."""
+MAX_STEPS, MAX_STEP, TOLERANCE = 200, 2.0, 1e-9
+"""The largest number of Newton steps, the longest step, and the step at which they end, in units of the logarithms."""
 REACH = 40.0
-"""The logarithms stay within so many units of where they start: some data want no noise at all."""
+"""The largest distance of the logarithms from their start: some data want no noise at all."""
 
 
 def best_evidence(
@@ -29,54 +29,38 @@ def best_evidence(
 
     This is concave in the logarithms of σ² and δ together, so Newton's steps find the one maximum.
     """
-    groups = len(eigenvalues)
     square_norm = max(square_norm, 1e-12)
-    free = eigenvalues.new_ones(groups + 1, dtype=torch.bool)
-    start = eigenvalues.new_zeros(groups + 1)
-    if square_error is None:
-        free[:-1] = False
-        square_error = eigenvalues.new_zeros(groups)
-    else:
-        start[:-1] = (square_error / count).clamp_min(1e-300).log()
+    fixed = torch.tensor([square_error is None] * len(eigenvalues) + [precision is not None], device=eigenvalues.device)
+    error = torch.zeros_like(eigenvalues[:, 0]) if square_error is None else square_error
+    start = torch.zeros_like(fixed, dtype=eigenvalues.dtype)
+    if square_error is not None:
+        start[:-1] = (error / count).clamp_min(1e-300).log()
     start[-1] = math.log(eigenvalues.numel() / square_norm if precision is None else precision)
-    free[-1] = precision is None
 
     def evidence(at: Tensor) -> Tensor:  # ()
         noise, delta = at[:-1].exp(), at[-1].exp()
-        fit = -count * at[:-1] - square_error / noise
+        fit = -count * at[:-1] - error / noise
         volume = (eigenvalues / noise[:, None] + delta).log().sum(-1)
         return (fit - volume).sum() + eigenvalues.numel() * at[-1] - delta * square_norm
 
-    at, value = start, evidence(start)
-    for _ in range(STEPS if bool(free.any()) else 0):
-        step = newton(at, eigenvalues, square_norm, count, square_error, free)
-        step = step * min(1.0, FAR / max(float(step.abs().max()), 1e-300))
+    def newton(at: Tensor) -> Tensor:  # (G + 1,), zero for what is fixed
+        noise, delta = at[:-1].exp(), at[-1].exp()
+        decided = eigenvalues / (eigenvalues + delta * noise[:, None])  # the share of each direction that data decide
+        spread = (decided * (1.0 - decided)).sum(-1)
+        gradient = torch.cat([error / noise - count + decided.sum(-1), (decided.sum() - delta * square_norm)[None]])
+        hessian = torch.cat([error / noise + spread, (spread.sum() + delta * square_norm)[None]]).diag()
+        hessian[-1, :-1] = hessian[:-1, -1] = spread
+        hessian.masked_fill_(fixed[:, None] | fixed, 0.0)
+        hessian.diagonal().add_(fixed + 1e-12 * hessian.diagonal().max() + 1e-300)
+        return torch.linalg.solve(hessian, gradient.masked_fill(fixed, 0.0))
+
+    at = start
+    for _ in range(MAX_STEPS):
+        step, value = newton(at), evidence(at)
+        step *= (MAX_STEP / step.abs().max()).clamp_max(1.0)
         # Halved while it overshoots; close to the maximum rounding decides, and any step is a short one.
-        for halving in range(30):
-            following = (at + step * 0.5**halving).clamp(start - REACH, start + REACH)
-            if bool(evidence(following) >= value):
-                break
-        else:
-            break
-        moved = float((following - at).abs().max())
-        at, value = following, evidence(following)
-        if moved < CLOSE:
+        tried = ((at + step * 0.5**halving).clamp(start - REACH, start + REACH) for halving in range(30))
+        before, at = at, next((place for place in tried if bool(evidence(place) >= value)), at)
+        if float((at - before).abs().max()) < TOLERANCE:
             break
     return at[:-1].exp(), float(at[-1].exp())
-
-
-def newton(
-    at: Tensor, eigenvalues: Tensor, square_norm: float, count: float, square_error: Tensor, free: Tensor
-) -> Tensor:
-    """Newton's step from (log σ², log δ), zero where it is not free to move."""
-    noise, delta = at[:-1].exp(), at[-1].exp()
-    decided = eigenvalues / (eigenvalues + delta * noise[:, None])  # how far the data have decided each direction
-    spread = (decided * (1.0 - decided)).sum(-1)
-    gradient = torch.cat([square_error / noise - count + decided.sum(-1), (decided.sum() - delta * square_norm)[None]])
-    curvature = torch.cat([square_error / noise + spread, (spread.sum() + delta * square_norm)[None]]).diag()
-    curvature[-1, :-1] = curvature[:-1, -1] = spread
-    keep = free[:, None] & free
-    curvature = torch.where(keep, curvature, torch.eye(len(at), dtype=at.dtype, device=at.device))
-    ridge = 1e-12 * curvature.diagonal().max() + 1e-300
-    curvature.diagonal().add_(ridge)
-    return torch.linalg.solve(curvature, torch.where(free, gradient, 0.0))

@@ -20,7 +20,7 @@ from posthoc.methods.laplace.last_layer import LastLayer, pieces, with_one
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
 from posthoc.numerics import rows_that_fit
 from posthoc.predictive.base import Predictive
-from posthoc.predictive.latent import IndependentLatent, Latent
+from posthoc.predictive.latent import IndependentLatent
 
 __all__ = ["Posterior", "fit_posterior", "refine", "use_one_unit"]
 
@@ -49,18 +49,19 @@ class Posterior(Fitted):
 
     def predictive(self, outputs: Outputs, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows."""
-        features, likelihood, latent = outputs.features, self.likelihood, self.curvature.latent
+        features, likelihood, precision = outputs.features, self.likelihood, self.log_precision.exp()
         if features is None or features.shape[1] != self.num_features:
-            found = "none" if features is None else str(features.shape[1])
+            found = "none" if features is None else features.shape[1]
             raise DataError(f"Expected features of width {self.num_features} as in fit, got {found}.")
-        x, precision = with_one(features.double()) if self.bias else features.double(), self.log_precision.exp()
-        if isinstance(likelihood, Gaussian):
-            unit = likelihood.scale.square()
-            along: Latent = IndependentLatent(latent(x, precision, likelihood.noise * unit).variance / unit)
+        x = with_one(features.double()) if self.bias else features.double()
+        if isinstance(likelihood, Categorical):
+            latent = self.curvature.latent(x, precision, likelihood.temperature.square())
         else:
-            assert isinstance(likelihood, Categorical)
-            along = latent(x, precision, likelihood.temperature.square())
-        return likelihood.predictive(outputs.outputs, along, covariance=covariance)
+            assert isinstance(likelihood, Gaussian)
+            unit = likelihood.scale.square()
+            variance = self.curvature.latent(x, precision, likelihood.noise * unit).variance
+            latent = IndependentLatent(variance / unit)
+        return likelihood.predictive(outputs.outputs, latent, covariance=covariance)
 
 
 def fit_posterior(
@@ -88,40 +89,39 @@ def fit_posterior(
 
     def parts() -> Iterator[tuple[Tensor, Tensor | None]]:
         for x, outputs, targets in pieces(train, home):
+            p = None
             if isinstance(likelihood, Categorical):
                 p = (outputs / likelihood.temperature.detach()).softmax(-1)
             else:
-                p = None
                 error.add_((targets - outputs).square().sum(0))
             yield with_one(x) if bias else x, p
 
     curvature = sum_curvature(parts(), form, width, bias=bias, share=share)
-    values, count = curvature.values, share * len(train)
+    values, count, errors = curvature.values, share * len(train), share * error
     if isinstance(likelihood, Categorical):
         values = values.reshape(1, -1) / likelihood.temperature.detach().square()
-        precision = best_evidence(values, layer.square_norm, precision=precision)[1]
-    else:
-        assert isinstance(likelihood, Gaussian)
-        error = share * error
-        if likelihood.noise_form == "shared":
-            use_one_unit(likelihood)
-            error, values, count = error.sum()[None], values.reshape(1, -1), count * width
-        found = best_evidence(values, layer.square_norm, count=count, square_error=error, precision=precision)
-        likelihood.set_noise(found[0])
-        precision = found[1]
+    elif isinstance(likelihood, Gaussian) and likelihood.noise_form == "shared":
+        use_one_unit(likelihood)
+        values, count, errors = values.reshape(1, -1), count * width, errors.sum()[None]
+    square_error = errors if isinstance(likelihood, Gaussian) else None
+    noise, precision = best_evidence(
+        values, layer.square_norm, count=count, square_error=square_error, precision=precision
+    )
+    if isinstance(likelihood, Gaussian):
+        likelihood.set_noise(noise)
     posterior = Posterior(curvature, likelihood, num_features=layer.weight.shape[1], bias=bias).to(home)
     nn.init.constant_(posterior.log_precision, math.log(precision))
     return posterior
 
 
 def use_one_unit(likelihood: Gaussian) -> None:
-    """Measures all outputs in one unit, as one σ² for all of them needs it."""
+    """Measures all outputs in one unit, so that they can share one σ²."""
     likelihood.scale = likelihood.scale.square().mean().sqrt().expand(len(likelihood.scale)).clone()
 
 
 def refine(posterior: Posterior, val: Outputs) -> None:
     """Gives a posterior the prior precision, and in regression the noise, that make validation data likeliest."""
-    likelihood, start = posterior.likelihood, float(posterior.log_precision)
+    likelihood, start = posterior.likelihood, float(posterior.log_precision.detach())
     learned = [posterior.log_precision]
     if isinstance(likelihood, Gaussian):
         learned.append(likelihood.log_noise)
@@ -152,4 +152,3 @@ def refine(posterior: Posterior, val: Outputs) -> None:
         if not loss() <= before:
             for value, old in zip(learned, kept, strict=True):
                 value.copy_(old)
-    search.zero_grad()

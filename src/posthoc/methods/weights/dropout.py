@@ -64,7 +64,7 @@ class Dropout(DrawingMethod):
 
     def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
         # The same seed for every batch, so that equal batches have equal predictions.
-        with seeded(self.config.seed, self.module_device), dropout_on(self.module):
+        with seeded(self.config.seed, self.backbone.device), dropout_on(self.module):
             return torch.stack([self._answer(self.module, batch) for _ in range(self.config.samples)])
 
 

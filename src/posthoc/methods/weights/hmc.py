@@ -96,7 +96,7 @@ class HMC(DrawingMethod):
         return diagnostics
 
     def _fit(self, job: Job) -> Fitted:
-        options, device = self.config, self.module_device
+        options, device = self.config, self.backbone.device
         free = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not free:
             raise OptionError(
@@ -192,7 +192,7 @@ class HMC(DrawingMethod):
 
     def _posterior(self, job: Job, likelihood: Likelihood, names: list[str]) -> tuple[WeightPosterior, Tensor]:
         """The posterior on a copy of the network in float64, and the trained weights in it."""
-        device = self.module_device or torch.device("cpu")
+        device = self.backbone.device or torch.device("cpu")
         device = torch.device("cpu") if device.type == "mps" else device  # which has no float64
         network = copy.deepcopy(self.module).to(device, torch.float64).eval().requires_grad_(False)
         parameters = {name: p for name, p in network.named_parameters() if name in names}
@@ -215,7 +215,7 @@ class HMC(DrawingMethod):
 
     def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
         parameters = {name: p for name, p in self.module.named_parameters() if name in fitted.metadata["names"]}
-        weights = fitted.weights.to(self.module_device)
+        weights = fitted.weights.to(self.backbone.device)
         return torch.stack([self._answer(self.module, batch, split(draw, parameters)) for draw in weights])
 
     def _blank(self, shapes: Mapping[str, Any]) -> Fitted:

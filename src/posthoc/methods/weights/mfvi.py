@@ -20,15 +20,13 @@ from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.network import FinetunedMethod
-from posthoc.predictive.base import Predictive
 
 __all__ = ["MFVI"]
 
 SCORE_SAMPLES = 8
 """Draws for a validation score; a prediction has more."""
-KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-FORWARDS = {kind.forward for kind in KINDS}
-"""The layers that get noise. A subclass with a forward of its own may do anything with its weights, and gets none."""
+NOISY_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""The layers that get noise, and subclasses of them that have the same forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +83,6 @@ class MFVI(FinetunedMethod):
     @property
     def log_std(self) -> dict[str, Tensor]:
         """log σ of every weight with noise, by parameter name."""
-        self._require_fitted("log_std")
         return self._named("log_std")
 
     @property
@@ -96,46 +93,35 @@ class MFVI(FinetunedMethod):
 
     def _named(self, part: str) -> dict[str, Tensor]:
         """The buffers `part/NAME` of the fitted state; names of buffers have no dots in them."""
-        assert self._fitted is not None
-        buffers = dict(self._fitted.named_buffers())
-        return {name: buffers[f"{part}/{name}".replace(".", "/")] for name in self._fitted.metadata[part]}
+        fitted = self._require_fitted(part)
+        return {name: fitted.get_buffer(f"{part}/{name}".replace(".", "/")) for name in fitted.metadata[part]}
 
     def _finetune(self, job: Job) -> Fitted:
         network = copy.deepcopy(self.module).eval()
-        likelihood = self._start(job).to(self.module_device)
+        likelihood, generator = self._start(job), self._generator()
         weights = self._used_weights(network, next(self._batches(job.data)))
         q = MeanField(weights, self.config.initial_std, moves=self.config.means == "moved")
         network.requires_grad_(False)
-        generator = self._generator()
+        likelihood.requires_grad_(isinstance(likelihood, Gaussian))  # its noise is learned, a temperature is not
 
         def answer(batch: Batch) -> Tensor:
             with flipout(network, q.std(), generator):
                 return self._answer(network, batch, q.mean() if q.moves else None)
 
-        def predict(batch: Batch) -> Predictive:
-            samples = min(SCORE_SAMPLES, self.config.samples)
-            return likelihood.predictive_from_draws(self._outputs_of(network, batch, q.mean(), q.std(), samples))
-
-        likelihood.requires_grad_(isinstance(likelihood, Gaussian))  # its noise is learned, a temperature is not
+        samples = min(SCORE_SAMPLES, self.config.samples)
         self.history = self._minimize(
             job,
             likelihood,
             [*q.parameters(), *likelihood.parameters()],
             answer,
             penalty=lambda: self.config.kl_weight * q.kl(self.config.prior_precision),
-            predict=predict,
+            draw=lambda batch: self._outputs_of(network, batch, q.mean(), q.std(), samples),
             generator=generator,
         )
-        return self._fitted_of(likelihood.requires_grad_(False), q.log_std, q.mean() if q.moves else {})
-
-    def _fitted_of(self, likelihood: Likelihood, log_std: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> Fitted:
-        tensors = {f"log_std/{name}": value for name, value in log_std.items()}
-        tensors |= {f"moved/{name}": value for name, value in moved.items()}
-        buffers = {name.replace(".", "/"): value.detach().clone() for name, value in tensors.items()}
-        return Fitted(likelihood, {"log_std": list(log_std), "moved": list(moved)}, **buffers)
+        return fitted_of(likelihood.requires_grad_(False), log_std=q.log_std, moved=q.mean() if q.moves else {})
 
     def _generator(self) -> torch.Generator:
-        return torch.Generator(self.module_device or "cpu").manual_seed(self.config.seed)
+        return torch.Generator(self.backbone.device or "cpu").manual_seed(self.config.seed)
 
     def _used_weights(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The weights that their layers' own forward uses on a batch. Others would never see the data, only the prior,
@@ -147,17 +133,17 @@ class MFVI(FinetunedMethod):
         if not used:
             raise OptionError(
                 "mfvi puts noise on the weights of Linear and convolution layers, and all of them are frozen, or not "
-                "used when the network runs: set requires_grad to True for those that may have it."
+                "used: set requires_grad=True for some of them."
             )
         return {name: p.detach() for name, p in weights.items() if name in used}
 
     def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
-        fitted.to(self.module_device)
+        fitted.to(self.backbone.device)
         std = {name: value.exp() for name, value in self.log_std.items()}
         return self._outputs_of(self.module, batch, self.mean, std, self.config.samples)
 
     def _outputs_of(
-        self, network: nn.Module, batch: Batch, mean: Mapping[str, Tensor], std: Mapping[str, Tensor], samples: int
+        self, network: nn.Module, batch: Batch, mean: dict[str, Tensor], std: dict[str, Tensor], samples: int
     ) -> Tensor:  # (S, N, ...)
         """The outputs with several draws of the weights."""
         generator = self._generator()
@@ -168,7 +154,14 @@ class MFVI(FinetunedMethod):
         parameters = dict(self.module.named_parameters())
         log_std = {name: full(parameters[name], 0.0) for name in shapes["log_std"]}
         moved = {name: parameters[name] for name in shapes["moved"]}
-        return self._fitted_of(self._blank_likelihood(), log_std, moved)
+        return fitted_of(self._blank_likelihood(), log_std=log_std, moved=moved)
+
+
+def fitted_of(likelihood: Likelihood, **parts: Mapping[str, Tensor]) -> Fitted:
+    """A fitted state with copies of the tensors of each part as buffers `part/NAME`."""
+    named = {f"{part}/{name}": value for part, tensors in parts.items() for name, value in tensors.items()}
+    buffers = {name.replace(".", "/"): value.detach().clone() for name, value in named.items()}
+    return Fitted(likelihood, {part: list(tensors) for part, tensors in parts.items()}, **buffers)
 
 
 class MeanField:
@@ -182,7 +175,7 @@ class MeanField:
         self.weights, self.moves = weights, moves
         size = {name: float(w.double().square().mean().sqrt()) for name, w in weights.items()}
         typical = sum(size.values()) / len(size) or 1.0
-        # Weights that are all but zero (new biases) say nothing about how far they may be off.
+        # Weights close to zero, such as new biases, do not show a scale of their own.
         self.unit = {name: initial_std * max(rms, 0.1 * typical) for name, rms in size.items()}
         self.log_std = {name: full(w, math.log(self.unit[name])) for name, w in weights.items()}
         self.shift = {name: full(w, 0.0) for name, w in weights.items()} if moves else {}
@@ -205,9 +198,8 @@ class MeanField:
         mean, parts = self.mean(), []
         for name, log_std in self.log_std.items():
             second_moment = (2.0 * log_std).exp() + mean[name].to(log_std.dtype).square()
-            parts.append(
-                (precision * second_moment - 2.0 * log_std - math.log(precision) - 1.0).sum(dtype=torch.float64)
-            )
+            terms = precision * second_moment - 2.0 * log_std - math.log(precision) - 1.0
+            parts.append(terms.sum(dtype=torch.float64))
         return 0.5 * torch.stack(parts).sum()
 
 
@@ -217,8 +209,9 @@ def full(like: Tensor, value: float) -> Tensor:
 
 
 def noisy_layers(network: nn.Module) -> list[nn.Module]:
-    """The Linear and convolution layers."""
-    return [part for part in network.modules() if isinstance(part, KINDS) and type(part).forward in FORWARDS]
+    """The Linear and convolution layers. A subclass with a forward of its own may use its weights in any way."""
+    forwards = {kind.forward for kind in NOISY_LAYERS}
+    return [part for part in network.modules() if isinstance(part, NOISY_LAYERS) and type(part).forward in forwards]
 
 
 def noisy_parameters(network: nn.Module) -> dict[str, Tensor]:
@@ -230,9 +223,7 @@ def noisy_parameters(network: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in network.named_parameters() if id(p) in own - others and p.requires_grad}
 
 
-def draw_weights(
-    mean: Mapping[str, Tensor], std: Mapping[str, Tensor], generator: torch.Generator
-) -> dict[str, Tensor]:
+def draw_weights(mean: dict[str, Tensor], std: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
     """One draw of all weights, in the order of their names, which a file may have changed."""
     return {name: mean[name] + normal(std[name], generator).to(mean[name].dtype) for name in sorted(std)}
 
@@ -243,8 +234,8 @@ def normal(std: Tensor, generator: torch.Generator) -> Tensor:
 
 @contextmanager
 def flipout(network: nn.Module, std: Mapping[str, Tensor], generator: torch.Generator) -> Iterator[set[str]]:
-    """Inside, the network runs as if every example had weights of its own, w + σ∘ε, with σ given by parameter name
-    (Wen et al. 2018): one ΔW = σ∘ε for the batch, and signs r, s for each example n,
+    """Lets a network run as if every example had weights of its own, w + σ∘ε, with σ given by parameter name (Wen et
+    al. 2018): one ΔW = σ∘ε for the batch, and signs r, s for each example n,
 
         (W + ΔW∘r_n s_nᵀ) x_n = W x_n + r_n∘(ΔW (s_n∘x_n)).
 
@@ -261,28 +252,26 @@ def flipout(network: nn.Module, std: Mapping[str, Tensor], generator: torch.Gene
         return normal(std[name], generator)
 
     @functools.cache
-    def signs(name: str, side: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def signs(name: str, side: str, shape: tuple[int, ...]) -> Tensor:
         """±1."""
-        return (2 * torch.randint(2, shape, device=device, generator=generator) - 1).to(dtype)
+        return 2 * torch.randint(2, shape, device=generator.device, generator=generator) - 1
 
-    def add_noise(
-        own: dict[str, str], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> Tensor:
+    def add_noise(own: dict[str, str], layer: Any, args: tuple[Any, ...], kwargs: Any, output: Tensor) -> Tensor:
         key, x = own.get("weight") or own["bias"], args[0] if args else kwargs["input"]
         deltas = {part: delta(name).to(output.dtype) for part, name in own.items()}
         weight, bias = deltas.get("weight", torch.zeros_like(layer.weight)), deltas.get("bias")
-        flipped = x * signs(key, "in", sign_shape(layer, x), x.dtype, x.device)
+        flipped = x * signs(key, "in", sign_shape(layer, x))
         if isinstance(layer, nn.Linear):
             noise = F.linear(flipped, weight, bias)
         else:
             noise = layer._conv_forward(flipped, weight, bias)  # which knows its padding, stride and groups
-        return output + noise * signs(key, "out", sign_shape(layer, output), output.dtype, output.device)
+        return output + noise * signs(key, "out", sign_shape(layer, output))
 
     with ExitStack() as stack:
         for layer in noisy_layers(network):
             parts = {part: names.get(id(layer._parameters.get(part))) for part in ("weight", "bias")}
             if own := {part: name for part, name in parts.items() if name is not None}:
-                # Before the user's own hooks, which are to see what the layers after it see.
+                # Before the user's own hooks, which see what the next layers see.
                 hook = functools.partial(add_noise, own)
                 handle = layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
                 stack.callback(handle.remove)

@@ -28,6 +28,9 @@ from posthoc.training import History, Ranks, train
 __all__ = ["DrawingMethod", "FinetunedMethod", "NetworkBatches", "NetworkMethod", "seeded"]
 
 
+ADVICE = "For outputs alone use a method such as fmgp, laplace or temperature."
+
+
 class NetworkMethod(Method):
     """A method that needs an `nn.Module`, not only its outputs.
 
@@ -41,28 +44,20 @@ class NetworkMethod(Method):
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         if not isinstance(model, nn.Module):
             found = "none" if model is None else f"a {type(model).__name__}"
-            raise OptionError(f"{self.name} needs the network itself, an nn.Module, got {found}. {alternatives()}")
+            raise OptionError(f"{self.name} needs the network itself, an nn.Module, got {found}. {ADVICE}")
         super().__init__(model, likelihood, **options)
         self.module = model
 
-    @property
-    def module_device(self) -> torch.device | None:
-        """The device of the network; None if it has no weights and no device was given."""
-        return self.backbone.device
-
     def _check_data(self, data: Any) -> None:
         if isinstance(data, Outputs):
-            raise DataError(
-                f"{self.name} runs the network: give what it takes (a DataLoader, a pair of arrays), not outputs. "
-                f"{alternatives()}"
-            )
+            raise DataError(f"{self.name} runs the network: give a DataLoader or a pair of arrays. {ADVICE}")
         if isinstance(data, Iterator):
             raise DataError(f"{self.name} reads the data more than once: give a DataLoader or arrays, no iterator.")
 
     def _batches(self, data: Any, size: int = 256) -> Iterator[Batch]:
         """The batches of data on the network's device; raises where inputs are not finite."""
         for batch in self.backbone.batches(iterate(data, size)):
-            device = next((tensor.device for tensor in tensors_of(batch)), self.module_device or torch.device("cpu"))
+            device = next((tensor.device for tensor in tensors_of(batch)), self.backbone.device or torch.device("cpu"))
             yield batch._replace(target=move(batch.target, device) if batch.target is not None else None)
 
     def _answer(
@@ -144,27 +139,24 @@ class DrawingMethod(NetworkMethod):
             return
         data = job.val_data if job.val_data is not None else job.data
         self._check_data(data)
-        squares: list[Tensor] = []
-        variances: list[Tensor] = []
+        unit, parts = likelihood.scale.square(), []
         with evaluating(self.module), exclusive(self.module):
             for batch in self._batches(data):
                 draws = draw(batch).double()
                 mean = draws.mean(0)
-                squares.append(columns(likelihood.check_targets(batch.target, mean) - mean).square())
-                variances.append(columns(draws.var(0, unbiased=False)))
-        unit = likelihood.scale.square()
-        square, variance = torch.cat(squares) / unit, torch.cat(variances) / unit
-        if likelihood.noise_form == "shared":
-            square, variance = square.reshape(-1, 1), variance.reshape(-1, 1)
+                _, residual = likelihood.standardize(mean, likelihood.check_targets(batch.target, mean))
+                parts.append(torch.stack([residual.square(), columns(draws.var(0, unbiased=False)) / unit]))
+        both = torch.cat(parts, 1)  # (2, N, C)
+        square, variance = both.reshape(2, -1, 1) if likelihood.noise_form == "shared" else both
         likelihood.set_noise(likeliest_noise(square, variance) * unit)
 
 
-def likeliest_noise(
-    square: Tensor,  # (N, C): squared residuals
-    variance: Tensor,  # (N, C): the variance of the predictions that they are residuals of
-) -> Tensor:  # (C,)
-    """The σ² that maximizes Π N(residual | 0, variance + σ²), by Fisher scoring; at least a hundredth of the mean
-    square. Each step is a mean of square - variance, weighted by the information in each row."""
+def likeliest_noise(square: Tensor, variance: Tensor) -> Tensor:  # (N, C), (N, C) -> (C,)
+    """The σ² that maximizes Π N(residual | 0, variance + σ²) given squared residuals and the variances of predictions,
+    by Fisher scoring; at least a hundredth of the mean square.
+
+    Each step is a mean of square - variance, weighted by the information in each row.
+    """
     least = 0.01 * square.mean(0)
     noise = torch.maximum((square - variance).mean(0), least)
     for _ in range(100):
@@ -188,7 +180,7 @@ class FinetunedMethod(DrawingMethod):
     """The losses and validation scores of the last fit."""
 
     def _fit(self, job: Job) -> Fitted:
-        with seeded(self.config.seed, self.module_device):  # a loader draws its order from the global generator
+        with seeded(self.config.seed, self.backbone.device):  # a loader draws its order from the global generator
             return self._finetune(job)
 
     @abstractmethod
@@ -202,11 +194,11 @@ class FinetunedMethod(DrawingMethod):
         parameters: Iterable[Tensor],
         answer: Callable[[Batch], Tensor],
         penalty: Callable[[], Tensor],
-        predict: Callable[[Batch], Predictive] | None = None,
+        draw: Callable[[Batch], Tensor],
         generator: torch.Generator | None = None,
     ) -> History:
-        """Trains the parameters of `answer`, and stops early by the score on the validation data of `predict`, by
-        default of the outputs of `answer` alone. `generator` is what `answer` draws from."""
+        """Trains the parameters of `answer`, which draws from `generator`. Stops early by the log-probability of the
+        validation data, averaged over the outputs (S, N, ...) of `draw`."""
         if not Ranks().alone:
             raise OptionError(f"{self.name} trains in one process: fit it outside torch.distributed.")
         options = self.config.training
@@ -217,15 +209,11 @@ class FinetunedMethod(DrawingMethod):
             energy = likelihood.energy(mean, ZeroLatent(outputs), target, alpha=1.0)
             return penalty() / job.num_data - energy.mean()
 
-        def predict_alone(batch: Batch) -> Predictive:
-            outputs = answer(batch)
-            return likelihood.predictive(outputs, ZeroLatent(outputs))
-
         def score() -> float:
             total, rows = 0.0, 0
-            with seeded(options.seed, self.module_device):  # a second loader must not change the order of the first
+            with seeded(options.seed, self.backbone.device):  # a second loader must not change the order of the first
                 for batch in self._batches(job.val_data):
-                    log_p = (predict or predict_alone)(batch).log_prob(batch.target)
+                    log_p = likelihood.predictive_from_draws(draw(batch)).log_prob(batch.target)
                     total, rows = total - float(log_p.sum()), rows + len(log_p)
             return total / rows
 
@@ -241,7 +229,7 @@ class FinetunedMethod(DrawingMethod):
 
 
 class SingleBatch(Batch):
-    """A batch as the training loop reads it: batches of arbitrary inputs come one by one and are not stacked."""
+    """A batch as a `Block` of the training loop: batches of any inputs come one by one and are not stacked."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SingleBatch:
         """The batch itself."""
@@ -283,11 +271,3 @@ def seeded(seed: int, device: torch.device | None) -> Iterator[None]:
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         yield
-
-
-def alternatives() -> str:
-    """Advice that names the methods that need no network."""
-    from posthoc.methods import REGISTRY  # which imports this module
-
-    names = sorted(name for name, method in REGISTRY.items() if method.black_box)
-    return f"The methods that need outputs alone are: {', '.join(names)}."

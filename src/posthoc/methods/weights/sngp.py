@@ -99,19 +99,18 @@ class SNGP(FinetunedMethod):
     @property
     def network(self) -> nn.Module:
         """The fine-tuned copy."""
-        self._require_fitted("network")
-        assert self._fitted is not None
-        return self._fitted.get_submodule("network")
+        network: nn.Module = self._require_fitted("network").network
+        return network
 
     def _finetune(self, job: Job) -> Fitted:
-        likelihood = self._start(job).to(self.module_device).requires_grad_(False)
+        likelihood = self._start(job).requires_grad_(False)
         generator = torch.Generator().manual_seed(self.config.seed)
         network = copy.deepcopy(self.module).eval()
         bound_layers(network, self._last, self.config.norm_bound, generator)
         with evaluating(self.module), torch.no_grad():
             self._check_last(next(self._batches(job.data)))
             features, linear = self._replace_last(network, generator)
-            outputs = columns(job.train.outputs)[:, -linear.out_features :].to(self.module_device)  # a single logit
+            outputs = columns(job.train.outputs)[:, -linear.out_features :]  # a single logit is the last of two
             self._start_head(network, features, linear, outputs.mean(0), job)
         variance = outputs.var(0, unbiased=False)
         if isinstance(likelihood, Categorical):
@@ -123,6 +122,7 @@ class SNGP(FinetunedMethod):
             [p for p in network.parameters() if p.requires_grad],
             answer=lambda batch: self._answer(network, batch),
             penalty=lambda: 0.5 * (prior[:, None] * linear.weight.double().square()).sum(),
+            draw=lambda batch: self._answer(network, batch)[None],
         )
         settle_bounds(network)
         with torch.no_grad():
@@ -132,14 +132,14 @@ class SNGP(FinetunedMethod):
 
     def _run(
         self, network: nn.Module, layer: nn.Module, batch: Batch
-    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:  # [((N, F), (N, C))], (N, ...)
-        """The input and output of each call of a layer, and the output of the network."""
-        calls: list[tuple[Tensor, Tensor]] = []
+    ) -> tuple[list[Tensor], Tensor]:  # [(N, F)], (N, ...)
+        """The input of each call of a layer, and the output of the network."""
+        calls: list[Tensor] = []
 
-        def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
-            calls.append((args[0] if args else kwargs["input"], output.clone()))  # a later layer may work in place
+        def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            calls.append(args[0] if args else kwargs["input"])
 
-        handle = layer.register_forward_hook(hook, with_kwargs=True)
+        handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
         try:
             return calls, self._answer(network, batch)
         finally:
@@ -149,22 +149,22 @@ class SNGP(FinetunedMethod):
         """The input of a layer in float64, the output of the network and the batch, for all batches of the data."""
         for batch in self._batches(job.data):
             calls, outputs = self._run(network, layer, batch)
-            yield calls[0][0].double(), outputs, batch
+            yield calls[0].double(), outputs, batch
 
     def _check_last(self, batch: Batch) -> None:
         """Refuses a network whose output is not that of its last linear layer."""
         with exclusive(self.module):
-            calls, outputs = self._run(self.module, self.module.get_submodule(self._last), batch)
-        if len(calls) != 1 or not torch.equal(in_shape(columns(calls[0][1]), outputs), columns(outputs)):
+            layer = self.module.get_submodule(self._last)
+            calls, outputs = self._run(self.module, layer, batch)
+            same = len(calls) == 1 and torch.equal(in_shape(columns(layer(calls[0])), outputs), columns(outputs))
+        if not same:
             raise OptionError(
                 f"sngp replaces the last layer, which must be Linear and give the network's output; here the last "
                 f"Linear is {self._last!r}, and it does not. Wrap the network so that it returns the output of that "
                 "layer, or use another method, such as fmgp."
             )
 
-    def _replace_last(
-        self, network: nn.Module, generator: torch.Generator | None = None
-    ) -> tuple[RandomFeatures, nn.Linear]:
+    def _replace_last(self, network: nn.Module, generator: Any = None) -> tuple[RandomFeatures, nn.Linear]:
         """Puts random features and a linear layer of zeros in place of the last layer."""
         old = network.get_submodule(self._last)
         assert isinstance(old, nn.Linear)
@@ -178,11 +178,9 @@ class SNGP(FinetunedMethod):
     def _start_head(
         self, network: nn.Module, features: RandomFeatures, linear: nn.Linear, mean: Tensor, job: Job
     ) -> None:
-        """Sets the lengthscale from the data, and first weights that reproduce the network's outputs."""
-        if self.config.lengthscale is not None:
-            features.lengthscale.fill_(self.config.lengthscale)
-        else:
-            features.lengthscale.fill_(typical_distance(h for h, _, _ in self._runs(network, features, job)))
+        """Sets the lengthscale, and first weights that reproduce the network's outputs."""
+        lengthscale = self.config.lengthscale or typical_distance(h for h, _, _ in self._runs(network, features, job))
+        features.lengthscale.fill_(lengthscale)
         size = linear.in_features
         gram = torch.zeros(size, size, dtype=torch.float64, device=mean.device)
         cross = gram.new_zeros(size, len(mean))
@@ -220,14 +218,14 @@ class SNGP(FinetunedMethod):
 
     def _features(self, fitted: Any, batch: Batch) -> tuple[Tensor, Tensor]:  # (N, D), (N, ...)
         """The random features of a batch in the basis of the covariance, and the outputs of the copy."""
-        fitted.to(self.module_device)
+        fitted.to(self.backbone.device)
         calls, outputs = self._run(fitted.network, fitted.network.get_submodule(f"{self._last}.1"), batch)
-        return calls[0][0].double() @ fitted.basis, outputs
+        return calls[0].double() @ fitted.basis, outputs
 
     def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Batch], Predictive]:
         if self.config.prediction == "monte_carlo":
             return super()._predictor(fitted, covariance=covariance)
-        likelihood = copy.deepcopy(fitted.likelihood).to(self.module_device)
+        likelihood = copy.deepcopy(fitted.likelihood).to(self.backbone.device)
         unit = likelihood.scale.square() if isinstance(likelihood, Gaussian) else 1.0
         if isinstance(likelihood, Categorical):
             likelihood.prediction_form = "logit_scaling"
