@@ -30,7 +30,7 @@ types: .venv/.dev
 
 # laplace-torch, which the tests compare ours with, without torchvision, which it requires and does not use there.
 .venv/.laplace-torch: constraints.txt .venv/.dev
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt asdfghjkl einops einconv unfoldNd opt_einsum tqdm
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt asdfghjkl einops einconv unfoldNd opt_einsum torchmetrics tqdm
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps backpack-for-pytorch curvlinops-for-pytorch laplace-torch
 	touch $@
 
