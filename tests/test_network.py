@@ -184,12 +184,15 @@ def test_global_random_state_is_untouched(form: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("outputs", "flat"), [(1, True), (1, False), (3, False)])
+@pytest.mark.parametrize(
+    ("task", "outputs", "flat"),
+    [("regression", 1, True), ("regression", 1, False), ("regression", 3, False), ("classification", 3, False)],
+)
 @pytest.mark.filterwarnings("ignore::posthoc.PosthocWarning")  # of half precision; test_bad_input.py has it
-def test_mean_is_the_networks_eval_output_to_the_bit(outputs: int, flat: bool, dtype: torch.dtype) -> None:
+def test_mean_is_the_networks_eval_output_to_the_bit(task: str, outputs: int, flat: bool, dtype: torch.dtype) -> None:
     model = Noisy(outputs, flat=flat).to(dtype).train()
-    x, y = inputs(dtype=dtype), values(N, outputs)
-    pred = FMGP(model, "regression", **QUICK).fit((x, y)).predict(x)
+    x, y = inputs(dtype=dtype), values(N, outputs) if task == "regression" else labels()
+    pred = FMGP(model, task, **QUICK).fit((x, y)).predict(x)
     expected = in_eval(model, x)
     assert expected.shape == ((N,) if flat else (N, outputs))
     assert pred.latent.mean.dtype == dtype
@@ -197,14 +200,6 @@ def test_mean_is_the_networks_eval_output_to_the_bit(outputs: int, flat: bool, d
     assert pred.latent.variance.shape == expected.shape
     assert pred.latent.variance.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert not pred.latent.mean.requires_grad
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_mean_of_a_classifier_is_its_logits_to_the_bit(dtype: torch.dtype) -> None:
-    model = Noisy(3).to(dtype).train()
-    x = inputs(dtype=dtype)
-    pred = FMGP(model, "classification", **QUICK).fit((x, labels())).predict(x)
-    assert torch.equal(pred.latent.mean, in_eval(model, x))
 
 
 # It is run as often as it should be.
@@ -216,28 +211,19 @@ def counted(model: nn.Module) -> list[int]:
     return rows
 
 
-def test_network_runs_once_a_point_with_a_cache() -> None:
+def test_network_runs_once_a_row_with_a_cache_and_at_every_step_without() -> None:
     model = mlp()
     rows = counted(model)
     options: Any = {"steps": 20, "num_inducing": 4, "batch_size": 5, "eval_every": 1}
-    FMGP(model, "regression", **options).fit((inputs(), values()), val=(inputs(8), values(8)))
+    method = FMGP(model, "regression", **options).fit((inputs(), values()), val=(inputs(8), values(8)))
     assert sum(rows) == N + 8
-
-
-def test_network_runs_at_every_step_without_a_cache() -> None:
-    model = mlp()
-    rows = counted(model)
-    FMGP(model, "regression", cache=False, steps=7, num_inducing=4).fit(loader(inputs(), values(), 10))
-    assert sum(rows) == N + 7 * 10
-
-
-def test_network_runs_once_a_row_when_predicting() -> None:
-    model = mlp()
-    method = FMGP(model, "regression", **QUICK).fit((inputs(), values()))
-    rows = counted(model)
+    rows.clear()
     method.predict(inputs(11))
     method.predict(iter(inputs(12).split(5)))
     assert rows == [11, 5, 5, 2]
+    rows.clear()
+    FMGP(model, "regression", cache=False, steps=7, num_inducing=4).fit(loader(inputs(), values(), 10))
+    assert sum(rows) == N + 7 * 10
 
 
 def test_without_a_cache_fresh_draws_of_the_data_are_seen() -> None:
@@ -254,9 +240,6 @@ def test_without_a_cache_fresh_draws_of_the_data_are_seen() -> None:
     often = FMGP(mlp(), "regression", cache=False, **QUICK).fit(data)
     assert data.passes >= 1 + QUICK["steps"]
     assert not same(numbers(once), numbers(often))
-
-
-def test_without_a_cache_an_iterator_is_refused() -> None:
     with pytest.raises(DataError, match=r"again and again.*DataLoader"):
         FMGP(mlp(), "regression", cache=False, **QUICK).fit(iter(loader(inputs(), values())))
 
@@ -270,81 +253,55 @@ def features_of(model: nn.Module, x: Tensor, layer: str | None = None) -> Tensor
     return found
 
 
-def test_features_are_the_input_of_the_last_linear_by_default() -> None:
-    model = Noisy()
-    assert torch.equal(features_of(model, inputs()), in_eval(model.body, inputs()))
+def test_features_are_the_input_of_the_last_linear_or_the_output_of_the_named_layer() -> None:
+    model, x = Noisy(), inputs()
+    parts = {None: model.body, "body.0": model.body[0], "body.2": model.body[:3], "last": model}
+    for layer, part in parts.items():
+        assert torch.equal(features_of(model, x, layer), in_eval(part, x)), layer
+    in_place = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(inplace=True), nn.Linear(HIDDEN, 1))
+    assert torch.equal(features_of(in_place, x, "0"), in_eval(in_place[0], x))
 
 
-@pytest.mark.parametrize("layer", ["body.0", "body.2", "last"])
-def test_features_are_the_output_of_the_named_layer(layer: str) -> None:
-    model = Noisy()
-    expected = {
-        "body.0": lambda: in_eval(model.body[0], inputs()),
-        "body.2": lambda: in_eval(model.body[:3], inputs()),
-        "last": lambda: in_eval(model, inputs()),
-    }[layer]()
-    assert torch.equal(features_of(model, inputs(), layer), expected)
+class Recurrent(nn.Module):
+    """Has a layer that returns a tuple, and one that is called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.last = nn.GRU(WIDTH, 4, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.gru(x[:, None])
+        out: Tensor = self.last(input=2.0 * states[:, -1])
+        return out
 
 
-def test_features_are_not_what_a_later_layer_makes_of_them_in_place() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(inplace=True), nn.Linear(HIDDEN, 1))
-    assert torch.equal(features_of(model, inputs(), "0"), in_eval(model[0], inputs()))
-
-
-def test_features_of_a_last_layer_called_by_keyword() -> None:
-    class ByKeyword(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last = nn.Linear(WIDTH, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.last(input=2.0 * x)
-            return out
-
-    assert torch.equal(features_of(ByKeyword(), inputs()), 2.0 * inputs())
-
-
-def test_layer_that_returns_a_tuple_gives_its_first_tensor() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gru = nn.GRU(WIDTH, 4, batch_first=True)
-            self.last = nn.Linear(4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            states, _ = self.gru(x[:, None])
-            out: Tensor = self.last(states[:, -1])
-            return out
-
-    assert features_of(Recurrent(), inputs(), "gru").shape == (N, 4)
+def test_features_of_a_layer_that_returns_a_tuple_and_of_one_called_by_keyword() -> None:
+    model = Recurrent()
+    states = in_eval(model.gru, inputs()[:, None])[0]
+    assert torch.equal(features_of(model, inputs(), "gru"), states.flatten(1))
+    assert torch.equal(features_of(model, inputs()), 2.0 * states[:, -1])
 
 
 def test_network_without_a_linear_falls_back_to_its_inputs() -> None:
     model = nn.Sequential(nn.Conv1d(1, 1, WIDTH), nn.Flatten())
     method = FMGP(model, "regression", **QUICK).fit((inputs()[:, None], values()))
-    assert method.head is not None
-    assert method.head.coordinates.spaces == ["inputs"]
+    assert method.head.coordinates.spaces == ["inputs"]  # type: ignore[union-attr]
 
 
 # Kinds of predictors and of data.
 
 
-def test_callable_may_return_numpy() -> None:
-    weight = values(WIDTH, 1).numpy()
+def test_callable_may_return_numpy_and_the_same_buffer_every_time() -> None:
+    weight, buffer = values(WIDTH, 1).numpy(), torch.zeros(10, 1)
     x, y = inputs().numpy(), values().numpy()
     pred = FMGP(lambda x: np.asarray(x) @ weight, "regression", **QUICK).fit((x, y)).predict(x)
     assert np.array_equal(pred.latent.mean.numpy(), x @ weight)
 
-
-def test_callable_may_return_the_same_buffer_every_time() -> None:
-    buffer = torch.zeros(10, 1)
-    x = inputs()
-
     def reusing(batch: Tensor) -> Tensor:
         return buffer.copy_(batch.sum(1, keepdim=True))
 
-    fitted_on = collect(Backbone(reusing, None, None), iter(x.split(10)), features=False, inputs=False)
-    assert torch.equal(fitted_on.outputs, x.sum(1, keepdim=True))
+    fitted_on = collect(Backbone(reusing, None, None), iter(inputs().split(10)), features=False, inputs=False)
+    assert torch.equal(fitted_on.outputs, inputs().sum(1, keepdim=True))
 
 
 class Encoder(nn.Module):
@@ -402,18 +359,14 @@ class TwoInputs(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("form", ["arrays", "loader"])
-def test_batches_of_two_inputs_and_a_target(form: str) -> None:
+def test_batches_of_two_inputs_and_a_target() -> None:
     model = TwoInputs()
     arrays = (inputs(), values(N, 2), values())
-    data: Any = arrays if form == "arrays" else DataLoader(TensorDataset(*arrays), batch_size=7)
-    method = FMGP(model, "regression", **QUICK).fit(data)
-    torch.testing.assert_close(method.predict(data).latent.mean, in_eval(model, *arrays[:2]))
-
-
-def test_kernel_on_the_inputs_wants_one_tensor_of_them() -> None:
+    for data in (arrays, DataLoader(TensorDataset(*arrays), batch_size=7)):
+        method = FMGP(model, "regression", **QUICK).fit(data)
+        torch.testing.assert_close(method.predict(data).latent.mean, in_eval(model, *arrays[:2]))
     with pytest.raises(DataError, match=r'got 2 tensors of shapes .*on="features"'):
-        FMGP(TwoInputs(), "regression", kernel=RBF(on="inputs"), **QUICK).fit((inputs(), values(N, 2), values()))
+        FMGP(model, "regression", kernel=RBF(on="inputs"), **QUICK).fit(arrays)
 
 
 @pytest.mark.parametrize("task", ["regression", "classification"])
@@ -438,22 +391,16 @@ def test_predictions_of_batch_loader_dataset_and_outputs_agree(task: str) -> Non
             assert torch.allclose(found[key], tensor, rtol=1e-5, atol=1e-6), (name, key)
 
 
-def test_outputs_of_many_rows_are_predicted_in_order() -> None:
-    model, x = mlp(), inputs(2500)
-    method = FMGP(model, "regression", **QUICK).fit((inputs(), values()))
-    whole, few = method.predict(recorded(model, x)), method.predict(recorded(model, x[2000:2010]))
-    assert torch.equal(whole.latent.mean, recorded(model, x).outputs)
+def test_outputs_may_be_of_many_rows_and_arrays_or_lists() -> None:
+    model, many, x, y = mlp(), inputs(2500), inputs(), values()
+    as_tensors = recorded(model, x, y)
+    method = FMGP(model, "regression", **QUICK).fit(as_tensors)
+    whole, few = method.predict(recorded(model, many)), method.predict(recorded(model, many[2000:2010]))
+    assert torch.equal(whole.latent.mean, recorded(model, many).outputs)
     torch.testing.assert_close(whole[2000:2010].latent.variance, few.latent.variance)
-
-
-def test_outputs_may_be_arrays_or_lists() -> None:
-    x, y = inputs(), values()
-    as_tensors = recorded(mlp(), x, y)
-    assert as_tensors.targets is not None
     assert as_tensors.features is not None
     as_arrays = Outputs(as_tensors.outputs.numpy(), y.numpy(), as_tensors.features.numpy())  # type: ignore[arg-type]
-    fits = [FMGP(None, "regression", **QUICK).fit(data) for data in (as_tensors, as_arrays)]
-    assert same(numbers(fits[0]), numbers(fits[1]))
+    assert same(numbers(method), numbers(FMGP(None, "regression", **QUICK).fit(as_arrays)))
     assert Outputs([[0.5], [1.5]], [1, 2]).outputs.shape == (2, 1)  # type: ignore[arg-type]
 
 
@@ -470,11 +417,9 @@ def test_kernel_on_two_spaces_reads_both_of_them() -> None:
     at = recorded(model, x)
     torch.testing.assert_close(method.predict(at).latent.variance, method.predict(x).latent.variance)
     assert at.features is not None
-    for moved in (
-        Outputs(at.outputs, None, 2.0 * at.features, at.inputs),
-        Outputs(at.outputs, None, at.features, x + 0.5),
-    ):
-        assert not torch.allclose(method.predict(moved).latent.variance, method.predict(at).latent.variance)
+    for features, inputs_ in ((2.0 * at.features, x), (at.features, x + 0.5)):
+        moved = method.predict(Outputs(at.outputs, None, features, inputs_)).latent.variance
+        assert not torch.allclose(moved, method.predict(at).latent.variance)
 
 
 @pytest.mark.parametrize("inducing", ["kmeans", "random", "per_class"])

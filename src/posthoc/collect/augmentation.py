@@ -57,10 +57,8 @@ class Augmented:
 
             changed = change_tensors(batch, change)
             if len(images) != 1:
-                raise DataError(
-                    "Expected one array of images of shape (N, channels, height, width) in every batch to augment, got "
-                    f"{len(images)}."
-                )
+                shape = "(N, channels, height, width) in every batch to augment"
+                raise DataError(f"Expected one array of images of shape {shape}, got {len(images)}.")
             yield changed
 
     def _changed(self, images: Tensor) -> Tensor:

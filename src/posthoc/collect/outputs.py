@@ -50,13 +50,12 @@ class Outputs:
                 raise DataError(f"Expected {name} with one row a point, got a single number.")
             if len(tensor) and not tensor.numel():
                 raise DataError(f"Expected at least one column of {name}, got shape {tuple(tensor.shape)}.")
-            if name in ("features", "inputs"):
-                tensor = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
             refuse_infinite(tensor, name)
+            if name in ("features", "inputs"):
+                tensor = in_columns(tensor)
             object.__setattr__(self, name, tensor if name == "outputs" else tensor.to(self.outputs.device))
-            if len(tensor) != len(self.outputs):
-                count = f"as many rows of {name} as of outputs, {len(self.outputs)}"
-                raise DataError(f"Expected {count}, got {len(tensor)}.")
+            if len(tensor) != len(self):
+                raise DataError(f"Expected as many rows of {name} as of outputs, {len(self)}, got {len(tensor)}.")
         if not self.outputs.is_floating_point():
             raise DataError(f"Expected real-valued outputs, got {self.outputs.dtype}.")
 
@@ -69,9 +68,10 @@ class Outputs:
 
     def require_finite(self) -> None:
         """Refuses NaN and infinity, block by block: the values of a mapped folder may have changed on the disk."""
-        for name, part in vars(self).items():
-            for start in range(0, len(part) if part is not None else 0, ROWS_CHECKED):
-                refuse_infinite(part[start : start + ROWS_CHECKED], name, start)
+        for start in range(0, len(self), ROWS_CHECKED):
+            for name, part in vars(self).items():
+                if part is not None:
+                    refuse_infinite(part[start : start + ROWS_CHECKED], name, start)
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -96,9 +96,7 @@ class Outputs:
     def space(self, name: str) -> Tensor | None:
         """A block of kernel coordinates by name: "features", "inputs" or "outputs"."""
         block: Tensor | None = getattr(self, name)
-        if block is None or block.ndim == 2:
-            return block
-        return block.flatten(1) if block.ndim > 2 else block[:, None]
+        return in_columns(block) if block is not None else None
 
     def to(self, device: torch.device) -> Outputs:
         """The same on a device."""
@@ -153,6 +151,11 @@ class Outputs:
         return Outputs.trusted(**{name: None if part is None else change(part) for name, part in vars(self).items()})
 
 
+def in_columns(block: Tensor) -> Tensor:  # (N, D)
+    """A block with the axes after the first as one."""
+    return block.flatten(1) if block.ndim > 1 else block[:, None]
+
+
 def join(parts: list[Outputs]) -> Outputs:
     """Consecutive batches of outputs as one."""
     parts = [part for part in parts if part.outputs.ndim and len(part)]
@@ -163,13 +166,11 @@ def join(parts: list[Outputs]) -> Outputs:
 
 def stack(parts: list[Tensor | None], name: str) -> Tensor | None:
     present = [part for part in parts if part is not None]
-    if not present:
-        return None
-    if len(present) != len(parts):
+    if present and len(present) != len(parts):
         raise DataError(f"Expected {name} in every batch, got them in {len(present)} of {len(parts)}.")
     if any(part.ndim < 1 for part in present):
         raise DataError(f"Expected {name} in batches, got single numbers: put the data into a DataLoader, or stack it.")
     widths = {tuple(part.shape[1:]) for part in present}
     if len(widths) > 1:
         raise DataError(f"Expected {name} of one width, got batches of widths {sorted(widths)}.")
-    return torch.cat(present)
+    return torch.cat(present) if present else None

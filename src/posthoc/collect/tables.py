@@ -15,7 +15,8 @@ from torch import Tensor
 
 from posthoc.collect.loaders import TEXT_ADVICE, Array, tensor_of
 from posthoc.collect.outputs import NAMES
-from posthoc.errors import DataError, FileError, MissingExtraError, OptionError, PosthocError
+from posthoc.errors import DataError, FileError, OptionError, PosthocError
+from posthoc.optional import require
 
 __all__ = ["Columns", "read_csv", "read_parquet", "write_parquet"]
 
@@ -37,8 +38,7 @@ def choose(path: Path, names: list[str], columns: Columns | None) -> dict[str, l
     if "outputs" not in columns:
         raise OptionError(
             f"Expected columns for outputs, or named outputs_0, outputs_1, …, in {path}, got none. The columns are: "
-            f"{listed(names)}. Say which are which, as in --outputs p_cat,p_dog --targets label; in Python "
-            'columns={"outputs": ["p_cat", "p_dog"], ...}.'
+            f'{listed(names)}. Say which, as in --outputs p_cat,p_dog or columns={{"outputs": ["p_cat", "p_dog"]}}.'
         )
     chosen: dict[str, list[str]] = {}
     for array, asked in columns.items():
@@ -128,10 +128,8 @@ def read_numbers(path: Path, lines: Iterator[list[str]], names: list[str], wante
             raise FileError(f"Expected {len(names)} values in every line of {path}, found {found}: save it again.")
         for place in places:
             if not is_number(text := line[place]):
-                advice = TEXT_ADVICE if text.strip() else "remove the rows without one"
-                raise DataError(
-                    f"Expected numbers in column {names[place]!r}, got {text!r:.60} in row {row}: {advice}."
-                )
+                found = f"{text!r:.60} in row {row}: {TEXT_ADVICE if text.strip() else 'remove the rows without one'}"
+                raise DataError(f"Expected numbers in column {names[place]!r}, got {found}.")
             yield float(text)
 
 
@@ -147,20 +145,11 @@ def is_number(text: str) -> bool:
 # Parquet.
 
 
-def pyarrow() -> Any:
-    try:
-        import pyarrow.compute
-        import pyarrow.parquet
-    except ImportError as error:
-        raise MissingExtraError("pyarrow", "tables", "Reading and writing Parquet") from error
-    return pyarrow
-
-
 def read_parquet(path: Path, columns: Columns | None) -> dict[str, Tensor]:
     """The arrays of a Parquet file: a column of numbers each, of lists of one length, or several columns."""
-    pa = pyarrow()
+    parquet = require("pyarrow.parquet", "tables", "Reading Parquet")
     try:
-        with pa.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             chosen = choose(path, file.schema_arrow.names, columns)
             table = file.read(columns=used(chosen))
     except PosthocError:
@@ -172,7 +161,9 @@ def read_parquet(path: Path, columns: Columns | None) -> dict[str, Tensor]:
 
 def values_of(column: Any, name: str) -> Array:
     """A column as an array with one row a row: lists become further axes."""
-    pa = pyarrow()
+    import pyarrow as pa
+    import pyarrow.compute
+
     types, rows, width = pa.types, len(column), []
     if types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
@@ -183,9 +174,8 @@ def values_of(column: Any, name: str) -> Array:
         width += lengths
         column = pa.compute.list_flatten(column)
     if column.null_count:
-        raise DataError(
-            f"Expected a number in every row of column {name!r}, got none {column.null_count} times: remove those rows."
-        )
+        found = f"none {column.null_count} times: remove those rows"
+        raise DataError(f"Expected a number in every row of column {name!r}, got {found}.")
     if types.is_decimal(column.type):
         column = column.cast(pa.float64())
     if types.is_string(column.type) or types.is_large_string(column.type):
@@ -197,11 +187,12 @@ def values_of(column: Any, name: str) -> Array:
 
 def write_parquet(path: Path, arrays: Mapping[str, Array]) -> None:
     """One column an array, of numbers or of lists of fixed size."""
-    pa = pyarrow()
-    columns = {}
+    parquet, columns = require("pyarrow.parquet", "tables", "Writing Parquet"), {}
+    import pyarrow as pa
+
     for name, array in arrays.items():
         column = pa.array(array.reshape(-1))
         for size in reversed(array.shape[1:]):
             column = pa.FixedSizeListArray.from_arrays(column, size)
         columns[name] = column
-    pa.parquet.write_table(pa.table(columns), path, write_page_checksum=True)
+    parquet.write_table(pa.table(columns), path, write_page_checksum=True)
