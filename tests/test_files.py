@@ -8,7 +8,8 @@ import pickle
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,6 @@ def bits(outputs: Outputs) -> dict[str, Any]:
     return {k: (v.dtype, tuple(v.shape), v.contiguous().numpy().tobytes()) for k, v in parts.items() if v is not None}
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
-
-
 def written(folder: Path, data: Outputs, size: int = 7, **options: Any) -> None:
     """All of data, from where the folder is, in batches of `size`."""
     with OutputsWriter(folder, **{"identity": {"network": "abc"}, **options}) as writer:
@@ -59,18 +56,15 @@ def written(folder: Path, data: Outputs, size: int = 7, **options: Any) -> None:
         writer.finish()
 
 
-class small_files:  # noqa: N801
+@contextmanager
+def small_files(size: int) -> Iterator[None]:
     """The system writes no file larger than this, as if the disk were full."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __enter__(self) -> None:
-        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
-
-    def __exit__(self, *_: object) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # Round trips.
@@ -112,13 +106,9 @@ def test_half_precision_stays_on_disk_and_widens_in_memory(form: str, tmp_path: 
     save_outputs(data, path)
     size = sum(file.stat().st_size for file in path.iterdir()) if form == "" else path.stat().st_size
     assert size < 2000 * (4 * 2 + 8 + 7 * 2 + 3 * 8) * 1.3
-    opened = open_outputs(path)
-    if form == "":
-        assert bits(opened) == bits(data)
-    else:
-        assert opened.outputs.dtype == opened.features.dtype == torch.float32  # type: ignore[union-attr]
-        assert torch.equal(opened.outputs, data.outputs.float())
-        assert torch.equal(opened.features, data.features.float())  # type: ignore[union-attr]
+    assert data.features is not None
+    wide = Outputs(data.outputs.float(), data.targets, data.features.float(), data.inputs)
+    assert bits(open_outputs(path)) == bits(wide if form else data)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -126,23 +116,16 @@ def test_bfloat16_is_stored_without_loss_and_the_format_is_known_from_the_conten
     data = Outputs(torch.randn(9, 3).bfloat16())
     save_outputs(data, tmp_path / f"data{form}")
     (tmp_path / f"data{form}").rename(tmp_path / "renamed.txt")
-    opened = open_outputs(str(tmp_path / "renamed.txt"))
-    assert opened.outputs.dtype == torch.float32
-    assert torch.equal(opened.outputs, data.outputs.float())
+    assert bits(open_outputs(str(tmp_path / "renamed.txt"))) == bits(Outputs(data.outputs.float()))
 
 
 def test_files_of_others_open_and_their_other_arrays_are_left_alone(tmp_path: Path) -> None:
     outputs = np.random.default_rng(0).normal(size=(6, 3))
     np.savez_compressed(tmp_path / "a.npz", outputs=outputs.astype(">f4"), epoch=3, names=np.array(["a"] * 6))
-    opened = open_outputs(tmp_path / "a.npz")
-    assert torch.equal(opened.outputs, torch.from_numpy(outputs.astype(np.float32)))
-    assert opened.targets is None
+    assert bits(open_outputs(tmp_path / "a.npz")) == bits(Outputs(torch.from_numpy(outputs.astype(np.float32))))
     tensors = {"outputs": torch.randn(6, 3).bfloat16(), "targets": torch.arange(6).to(torch.uint8), "w": torch.zeros(2)}
     save_file(tensors, tmp_path / "b.safetensors", {"format": "pt"})
-    opened = open_outputs(tmp_path / "b.safetensors")
-    assert torch.equal(opened.outputs, tensors["outputs"].float())
-    assert opened.targets is not None
-    assert opened.targets.tolist() == list(range(6))
+    assert bits(open_outputs(tmp_path / "b.safetensors")) == bits(Outputs(tensors["outputs"].float(), torch.arange(6)))
 
 
 def test_folder_is_plain_npy_files_and_json(tmp_path: Path) -> None:
@@ -167,16 +150,14 @@ def test_folder_is_plain_npy_files_and_json(tmp_path: Path) -> None:
 def test_range_of_rows(form: str, tmp_path: Path) -> None:
     path = tmp_path / f"data{form}"
     save_outputs(some(), path)
-    for asked, rows in (
-        ("[:12]", slice(12)),
-        ("[12:]", slice(12, None)),
-        ("[20:99]", slice(20, 99)),
-        ("[:]", slice(30)),
-    ):
+    for asked, first, last in (("[:12]", 0, 12), ("[12:]", 12, 30), ("[20:99]", 20, 30), ("[:]", 0, 30)):
         opened = open_outputs(f"{path}{asked}")
-        assert bits(opened) == bits(some()[rows])
+        assert bits(opened) == bits(some()[first:last])
         if form:  # the other rows are not kept in memory
             assert opened.outputs.untyped_storage().nbytes() == opened.outputs.numel() * 4
+    for asked in ("[30:]", "[9:3]"):
+        with pytest.raises(OptionError, match=r"Expected a range with rows in it.*there are 30"):
+            open_outputs(f"{path}{asked}")
 
 
 @pytest.mark.parametrize("asked", ["[]", "[5]", "[a:b]", "[1:2:3]", "[-5:]", "[:٣x]"])
@@ -184,14 +165,6 @@ def test_malformed_range_is_refused(asked: str, tmp_path: Path) -> None:
     save_outputs(some(), tmp_path / "data.npz")
     with pytest.raises(OptionError, match=r"Expected rows as in .*data\.npz\[:5000\], .* got \["):
         open_outputs(f"{tmp_path / 'data.npz'}{asked}")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_empty_range_is_refused(form: str, tmp_path: Path) -> None:
-    save_outputs(some(), tmp_path / f"data{form}")
-    for asked in ("[30:]", "[9:3]"):
-        with pytest.raises(OptionError, match=r"Expected a range with rows in it.*there are 30"):
-            open_outputs(f"{tmp_path / 'data'}{form}{asked}")
 
 
 def test_file_whose_name_ends_like_a_range_wins(tmp_path: Path) -> None:
@@ -248,14 +221,6 @@ def test_file_of_another_form_is_refused(content: bytes, found: str, tmp_path: P
         open_outputs(path)
 
 
-def test_nothing_there_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "no.npz", f"{tmp_path}/no.npz[:3]"):
-        with pytest.raises(FileError, match=r"Expected a file or folder of outputs, found nothing at .*no\.npz: check"):
-            open_outputs(path)
-    with pytest.raises(FileError, match=r"without outputs\.json"):
-        open_outputs(tmp_path)
-
-
 class Trap:
     """Runs when it is unpickled."""
 
@@ -274,15 +239,19 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     torch.save({"outputs": Trap(marker)}, path)
     with pytest.raises(FileError, match=r"Expected an array named outputs .*found .*data\.pkl"):
         open_outputs(path)
-    folder = tmp_path / "folder"
-    written(folder, some())
-    np.save(folder / "outputs.npy", np.array([Trap(marker)] * 30, dtype=object))
+    written(tmp_path / "folder", some())
+    np.save(tmp_path / "folder" / "outputs.npy", np.array([Trap(marker)] * 30, dtype=object))
     with pytest.raises(FileError, match=r"rows of .*found .*'descr': '\|O'"):
-        open_outputs(folder)
+        open_outputs(tmp_path / "folder")
     assert not marker.exists()
 
 
-def test_file_without_outputs_is_refused(tmp_path: Path) -> None:
+def test_file_without_outputs_and_nothing_at_all_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "no.npz", f"{tmp_path}/no.npz[:3]"):
+        with pytest.raises(FileError, match=r"Expected a file or folder of outputs, found nothing at .*no\.npz: check"):
+            open_outputs(path)
+    with pytest.raises(FileError, match=r"without outputs\.json"):
+        open_outputs(tmp_path)
     np.savez(tmp_path / "a.npz", logits=np.zeros((3, 2)), y=np.zeros(3))
     save_file({"logits": torch.zeros(3, 2)}, tmp_path / "b.safetensors")
     for name, found in (("a.npz", "logits, y"), ("b.safetensors", "logits")):
@@ -300,6 +269,7 @@ def test_file_without_outputs_is_refused(tmp_path: Path) -> None:
         ({"outputs": np.zeros((3, 2), np.complex64)}, "Expected numbers, got an array of complex64"),
         ({"targets": np.array(["a", "b", "c"])}, r"numbers as targets, got text .*map the classes to integers"),
         ({"targets": np.zeros(3, "datetime64[s]")}, "numbers, got an array of datetime"),
+        ({"targets": np.array([2**63 + 5] * 3, np.uint64)}, r"whole numbers below 2\^63, got 9223372036854775813"),
         ({"outputs": np.zeros((0, 2))}, "at least one row"),
     ],
 )
@@ -325,17 +295,21 @@ def test_saving_overwrites_only_when_told(form: str, tmp_path: Path) -> None:
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_nothing_to_save_is_refused(form: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="at least one row to save"):
-        save_outputs(some()[:0], tmp_path / f"data{form}")
+def test_only_outputs_are_written_and_only_to_names_of_a_known_form(tmp_path: Path) -> None:
+    for form in FORMS:
+        with pytest.raises(DataError, match="at least one row to save"):
+            save_outputs(some()[:0], tmp_path / f"data{form}")
+    for name in ("data.csv", "data.npy", "data.pt", "data.npz[:5]"):
+        with pytest.raises(OptionError, match=r"ends in \.npz, \.safetensors, \.parquet, or in no suffix"):
+            save_outputs(some(), tmp_path / name)
+    with pytest.raises(DataError, match=r"Expected posthoc\.Outputs to write, got Tensor"):
+        save_outputs(torch.zeros(3, 2), tmp_path / "data.npz")
+    with pytest.raises(DataError, match=r"real numbers as targets, got torch\.complex64"):
+        save_outputs(Outputs(torch.zeros(3), torch.zeros(3, dtype=torch.complex64)), tmp_path / "data.npz")
+    for write in (lambda path: save_outputs(some(), path), lambda path: OutputsWriter(path, identity={})):
+        with pytest.raises(FileError, match=r"Expected a folder to write data into, found none .*missing: create it"):
+            write(tmp_path / "missing" / "data")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["data.csv", "data.npy", "data.pt", "data.npz[:5]"])
-def test_other_suffixes_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"ends in \.npz, \.safetensors, \.parquet, or in no suffix"):
-        save_outputs(some(), tmp_path / name)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -373,10 +347,9 @@ def test_folder_that_cannot_be_moved_into_place_leaves_the_old_one(
 def test_folder_that_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.jpg").write_text("x")
-    with pytest.raises(FileError, match=r"found .*photos with one\.jpg in it"):
-        save_outputs(some(), tmp_path / "photos", force=True)
-    with pytest.raises(FileError, match=r"found .*photos with one\.jpg in it"):
-        OutputsWriter(tmp_path / "photos", identity={}, force=True)
+    for write in (save_outputs, lambda _, path, force: OutputsWriter(path, identity={}, force=force)):
+        with pytest.raises(FileError, match=r"found .*photos with one\.jpg in it"):
+            write(some(), tmp_path / "photos", force=True)
     (tmp_path / "photos" / "outputs.json").write_text('{"format": "another"}')
     with pytest.raises(FileError, match=r"another origin"):
         OutputsWriter(tmp_path / "photos", identity={}, force=True)
@@ -386,25 +359,7 @@ def test_folder_that_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
         save_outputs(some(), tmp_path / "file", force=True)
 
 
-def test_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
-    for write in (lambda path: save_outputs(some(), path), lambda path: OutputsWriter(path, identity={})):
-        with pytest.raises(FileError, match=r"Expected a folder to write data into, found none .*missing: create it"):
-            write(tmp_path / "missing" / "data")
-
-
-def test_only_outputs_are_written(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"Expected posthoc\.Outputs to write, got Tensor"):
-        save_outputs(torch.zeros(3, 2), tmp_path / "data.npz")
-    with pytest.raises(DataError, match=r"real numbers as targets, got torch\.complex64"):
-        save_outputs(Outputs(torch.zeros(3), torch.zeros(3, dtype=torch.complex64)), tmp_path / "data.npz")
-
-
 # Mapped folders.
-
-
-def memory() -> int:
-    """The bytes this process has in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -418,9 +373,13 @@ def test_folder_larger_than_the_memory_opens_at_once(tmp_path: Path) -> None:
     array[-1] = np.arange(width)
     del array
     Manifest(rows, True, {}, {"outputs": np.dtype((np.float32, (width,)))}).write(folder)
-    before = memory()
+
+    def pages() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    before = pages()
     opened, last = open_outputs(folder), open_outputs(f"{folder}[{rows - 1}:]")
-    assert memory() - before < 2**24
+    assert (pages() - before) * os.sysconf("SC_PAGE_SIZE") < 2**24
     assert opened.outputs.shape == (rows, width)
     assert torch.equal(last.outputs, torch.arange(256.0)[None])
 
@@ -516,12 +475,6 @@ def test_links_are_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "b.npz").symlink_to(tmp_path / "a.npz")
     with pytest.raises(FileError, match=r"regular file to write, found a link or a device: .*b\.npz"):
         save_outputs(some(), tmp_path / "b.npz", force=True)
-
-
-def test_numbers_beyond_int64_are_refused(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", outputs=np.zeros((1, 2)), targets=np.array([2**63 + 5], dtype=np.uint64))
-    with pytest.raises(DataError, match=r"whole numbers below 2\^63, got 9223372036854775813"):
-        open_outputs(tmp_path / "a.npz")
 
 
 def test_leftovers_of_ended_processes_are_removed(tmp_path: Path) -> None:

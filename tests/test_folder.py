@@ -21,7 +21,8 @@ import posthoc.collect.folder as writer_module
 from posthoc import DataError, FileError, Outputs
 from posthoc.collect import OutputsWriter, open_outputs, read_identity, save_outputs
 from posthoc.io import lock
-from tests.test_files import bits, change_manifest, contents, small_files, some, written
+from tests.collecting_cases import contents
+from tests.test_files import bits, change_manifest, small_files, some, written
 
 ROOT = Path(__file__).parent.parent
 
