@@ -69,15 +69,10 @@ class Dropout(DrawingMethod):
 
 
 def dropout_layers(network: nn.Module) -> list[nn.Module]:
-    """The parts that drop something when they train, and change nothing else."""
-    return [part for part in network.modules() if dropout_rate(part) > 0.0]
-
-
-def dropout_rate(part: nn.Module) -> float:
-    """The rate of a dropout layer, or of the dropout inside an attention or recurrent layer."""
-    if isinstance(part, _DropoutNd):
-        return part.p
-    return part.dropout if isinstance(part, nn.MultiheadAttention | nn.RNNBase) else 0.0
+    """The dropout layers of a network, and its attention and recurrent layers with dropout inside."""
+    plain = [part for part in network.modules() if isinstance(part, _DropoutNd) and part.p > 0.0]
+    others = [part for part in network.modules() if isinstance(part, nn.MultiheadAttention | nn.RNNBase)]
+    return [*plain, *(part for part in others if part.dropout > 0.0)]
 
 
 @contextmanager

@@ -60,8 +60,7 @@ class Members(nn.Module):
 
 
 def as_members(model: Any) -> Any:
-    """A list of networks as one module. What is neither a network nor a list is returned, for `NetworkMethod` to
-    refuse."""
+    """A list of networks as one module; `NetworkMethod` refuses what is neither a network nor a list."""
     if isinstance(model, nn.ModuleList):
         model = list(model)
     if isinstance(model, nn.Module) and not isinstance(model, Members):

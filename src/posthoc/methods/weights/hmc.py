@@ -27,12 +27,10 @@ from posthoc.training import single_thread
 
 __all__ = ["HMC"]
 
-MAX_WORK = 1e15
-"""The largest number of multiplications of a run that is started."""
+MAX_WORK, WORK_PER_HOUR = 1e15, 3.6e13
+"""The largest number of multiplications of a run, and about how many of them a processor computes in an hour."""
 MAX_BYTES = 2**33
 """The largest memory for the draws."""
-WORK_PER_SECOND = 1e10
-"""Multiplications in a second, for the message about runs that are not."""
 SINGLE_THREAD_WORK = 2e7
 """Multiplications of a gradient below which one thread is faster than several."""
 ROWS = 2**14
@@ -90,19 +88,13 @@ class HMC(DrawingMethod):
     @property
     def diagnostics(self) -> dict[str, Any]:
         """Whether the chains agree: `r_hat`, `ess`, the same of the weights, `divergences` and `step_sizes`."""
-        self._require_fitted("diagnostics")
-        assert self._fitted is not None
-        diagnostics: dict[str, Any] = self._fitted.metadata["diagnostics"]
-        return diagnostics
+        return dict(self._require_fitted("diagnostics").metadata["diagnostics"])
 
     def _fit(self, job: Job) -> Fitted:
         options, device = self.config, self.backbone.device
         free = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not free:
-            raise OptionError(
-                "hmc samples the weights that require a gradient, got a network whose weights are all frozen: call "
-                "requires_grad_(True) on it, or on the layers to sample."
-            )
+            raise OptionError("Expected weights that require a gradient, got none: call requires_grad_(True) on some.")
         work = self._gradient_work(sum(p.numel() for p in free.values()), len(job.train))
         likelihood = self._start(job)
         with seeded(options.seed, device):  # for a loader that shuffles
@@ -111,12 +103,10 @@ class HMC(DrawingMethod):
             others = [options.prior_precision**-0.5 * torch.randn_like(trained) for _ in range(options.chains - 1)]
             weights, noise, diagnostics = self._sample(posterior, [trained, *others])
         if options.max_r_hat is not None and diagnostics["r_hat"] > options.max_r_hat:
-            diverged = sum(diagnostics["divergences"])
             warnings.warn(
-                f"The chains do not agree: R-hat is {diagnostics['r_hat']:.2f} (above {options.max_r_hat:g}), and the "
-                f"draws are worth {diagnostics['ess']:.0f} independent ones"
-                + (f"; {diverged} of them diverged" if diverged else "")
-                + ". Use more warmup and samples, or a greater max_tree_depth.",
+                f"The chains do not agree: R-hat is {diagnostics['r_hat']:.2f} (above {options.max_r_hat:g}), draws "
+                f"are worth {diagnostics['ess']:.0f} independent ones, {sum(diagnostics['divergences'])} diverged. Use "
+                "more warmup and samples, or a greater max_tree_depth.",
                 PosthocWarning,
                 stacklevel=4,
             )
@@ -128,39 +118,24 @@ class HMC(DrawingMethod):
         metadata = {"names": list(free), "diagnostics": diagnostics}
         return Fitted(likelihood, metadata, weights=weights.flatten(0, 1).to(self.backbone.dtype), noise=noise)
 
-    def _sample(
-        self,
-        posterior: WeightPosterior,
-        starts: list[Tensor],  # one a chain, (P,)
-    ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-        """Runs chains one after another, from the global generator of random numbers.
+    def _sample(self, posterior: WeightPosterior, starts: list[Tensor]) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+        """Runs a chain from each start (P,), one after another, with the global random numbers.
 
         Returns:
             The weights (chains, samples, P), the noise (chains, samples, 1 or C) in the likelihood's units, or None,
-            and diagnostics. R-hat (1 where chains agree) and the effective sample size are the worst of the outputs at
-            data points and the noise. Those of the weights are reported too, but hidden units can change places
-            without changing the function, so chains that agree may well have other weights.
+            and diagnostics. R-hat and the effective sample size are the worst of the outputs at data points and the
+            noise. Chains that agree may have different weights, since hidden units can change places.
         """
         mcmc = require("pyro.infer.mcmc", "hmc", "Hamiltonian Monte Carlo")
         options, draws, divergences, step_sizes = self.config, [], [], []
         length, done = options.warmup + options.samples, itertools.count(1)
         with progress_bar("sampling", len(starts) * length, enabled=options.progress) as report:
+            hook = {"hook_fn": lambda kernel, at, stage, i: report(next(done), stage), "disable_progbar": True}
             for start in map(posterior.start, starts):
                 if not math.isfinite(float(posterior(start).detach())):
-                    raise TrainingError(
-                        "The posterior is not finite at the start of a chain: the data, or the network's outputs, "
-                        "overflow."
-                    )
+                    raise TrainingError("The posterior is not finite where a chain starts: data or outputs overflow.")
                 kernel = mcmc.NUTS(potential_fn=posterior, max_tree_depth=options.max_tree_depth)
-                chain = mcmc.MCMC(
-                    kernel,
-                    options.samples,
-                    options.warmup,
-                    initial_params=start,
-                    hook_fn=lambda kernel, at, stage, i: report(next(done), stage),
-                    disable_progbar=True,
-                    transforms={},
-                )
+                chain = mcmc.MCMC(kernel, options.samples, options.warmup, start, transforms={}, **hook)
                 chain.run()
                 draws.append(chain.get_samples())
                 divergences.append(sum(map(len, chain.diagnostics()["divergences"].values())))
@@ -182,11 +157,10 @@ class HMC(DrawingMethod):
         work, memory = gradient * draws * float(steps), 8 * weights * draws
         if work > MAX_WORK or memory > MAX_BYTES:
             raise OptionError(
-                f"hmc would take up to {work:.0e} multiplications, about {work / WORK_PER_SECOND / 3600:,.0f} hours of "
-                f"a processor, and {memory / 2**30:.1f} GB ({weights:,} weights, {points:,} points, {draws:,} draws of "
-                f"up to {steps:,} gradients each); the limits are {MAX_WORK:.0e} and {MAX_BYTES / 2**30:.0f} GB. Give "
-                "it fewer points, draws or max_tree_depth, freeze all but the last layers, or use a method that "
-                "scales, such as fmgp, laplace or mfvi."
+                f"hmc would take up to {work:.0e} multiplications (at most {MAX_WORK:.0e}), {work / WORK_PER_HOUR:,.0f} "
+                f"hours, and {memory / 2**30:.1f} GB (at most {MAX_BYTES / 2**30:.0f} GB) for {weights:,} weights, "
+                f"{points:,} points and {draws:,} draws of up to {steps:,} gradients. Give it fewer of these, freeze "
+                "layers, or use fmgp, laplace or mfvi."
             )
         return gradient
 
@@ -197,9 +171,8 @@ class HMC(DrawingMethod):
         network = copy.deepcopy(self.module).to(device, torch.float64).eval().requires_grad_(False)
         parameters = {name: p for name, p in network.named_parameters() if name in names}
 
-        def to_float64(value: Any) -> Any:
-            is_real = isinstance(value, Tensor) and value.is_floating_point()
-            return value.to(device, torch.float64) if is_real else value.to(device)
+        def to_float64(value: Tensor) -> Tensor:
+            return value.to(device, torch.float64 if value.is_floating_point() else None)
 
         def answer(weights: Tensor, batch: Batch) -> Tensor:
             return self._answer(network, batch, split(weights, parameters))
@@ -252,7 +225,7 @@ class WeightPosterior:
     ) -> None:
         self.answer, self.data, self.likelihood = answer, data, likelihood
         self.prior_precision, self.multiplicity = prior_precision, multiplicity
-        self.max_noise: Tensor | None = None  # () or (C,), in the likelihood's units, those of the mean squared error
+        self.max_noise: Tensor | None = None  # () or (C,), in the likelihood's units
         if isinstance(likelihood, Gaussian):
             targets = columns(torch.cat([target for _, target in data]))
             limit = MAX_NOISE * (targets.var(0, unbiased=False) / likelihood.scale.square()).clamp_min(1.0)

@@ -27,7 +27,6 @@ from posthoc.training import History, Ranks, train
 
 __all__ = ["DrawingMethod", "FinetunedMethod", "NetworkBatches", "NetworkMethod", "seeded"]
 
-
 ADVICE = "For outputs alone use a method such as fmgp, laplace or temperature."
 
 

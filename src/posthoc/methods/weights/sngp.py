@@ -109,9 +109,9 @@ class SNGP(FinetunedMethod):
         bound_layers(network, self._last, self.config.norm_bound, generator)
         with evaluating(self.module), torch.no_grad():
             self._check_last(next(self._batches(job.data)))
-            features, linear = self._replace_last(network, generator)
+            head = _, linear = self._replace_last(network, generator)
             outputs = columns(job.train.outputs)[:, -linear.out_features :]  # a single logit is the last of two
-            self._start_head(network, features, linear, outputs.mean(0), job)
+            self._start_head(network, head, outputs.mean(0), job)
         variance = outputs.var(0, unbiased=False)
         if isinstance(likelihood, Categorical):
             variance = variance.mean().expand_as(variance)
@@ -130,10 +130,8 @@ class SNGP(FinetunedMethod):
         self.history = history
         return Fitted(likelihood, network=network.requires_grad_(False), basis=basis, variances=variances)
 
-    def _run(
-        self, network: nn.Module, layer: nn.Module, batch: Batch
-    ) -> tuple[list[Tensor], Tensor]:  # [(N, F)], (N, ...)
-        """The input of each call of a layer, and the output of the network."""
+    def _run(self, network: nn.Module, layer: nn.Module, batch: Batch) -> tuple[list[Tensor], Tensor]:
+        """The input (N, F) of each call of a layer, and the output (N, ...) of the network."""
         calls: list[Tensor] = []
 
         def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
@@ -160,8 +158,7 @@ class SNGP(FinetunedMethod):
         if not same:
             raise OptionError(
                 f"sngp replaces the last layer, which must be Linear and give the network's output; here the last "
-                f"Linear is {self._last!r}, and it does not. Wrap the network so that it returns the output of that "
-                "layer, or use another method, such as fmgp."
+                f"Linear is {self._last!r}, and it does not. Wrap the network, or use another method, such as fmgp."
             )
 
     def _replace_last(self, network: nn.Module, generator: Any = None) -> tuple[RandomFeatures, nn.Linear]:
@@ -170,15 +167,14 @@ class SNGP(FinetunedMethod):
         assert isinstance(old, nn.Linear)
         features = RandomFeatures(old.in_features, self.config.num_features, generator)
         linear = nn.utils.skip_init(nn.Linear, self.config.num_features, old.out_features)
-        nn.init.zeros_(linear.weight)
-        nn.init.zeros_(linear.bias)
+        for parameter in linear.parameters():
+            nn.init.zeros_(parameter)
         network.set_submodule(self._last, nn.Sequential(features, linear).to(old.weight).eval())
         return features, linear
 
-    def _start_head(
-        self, network: nn.Module, features: RandomFeatures, linear: nn.Linear, mean: Tensor, job: Job
-    ) -> None:
+    def _start_head(self, network: nn.Module, head: Any, mean: Tensor, job: Job) -> None:
         """Sets the lengthscale, and first weights that reproduce the network's outputs."""
+        features, linear = head
         lengthscale = self.config.lengthscale or typical_distance(h for h, _, _ in self._runs(network, features, job))
         features.lengthscale.fill_(lengthscale)
         size = linear.in_features
