@@ -157,8 +157,8 @@ class HMC(DrawingMethod):
         work, memory = gradient * draws * float(steps), 8 * weights * draws
         if work > MAX_WORK or memory > MAX_BYTES:
             raise OptionError(
-                f"hmc would take up to {work:.0e} multiplications (at most {MAX_WORK:.0e}), {work / WORK_PER_HOUR:,.0f} "
-                f"hours, and {memory / 2**30:.1f} GB (at most {MAX_BYTES / 2**30:.0f} GB) for {weights:,} weights, "
+                f"hmc would take up to {work:.0e} multiplications (limit {MAX_WORK:.0e}), {work / WORK_PER_HOUR:,.0f} "
+                f"hours, and {memory / 2**30:.1f} GB (limit {MAX_BYTES / 2**30:.0f} GB) for {weights:,} weights, "
                 f"{points:,} points and {draws:,} draws of up to {steps:,} gradients. Give it fewer of these, freeze "
                 "layers, or use fmgp, laplace or mfvi."
             )
