@@ -20,23 +20,21 @@ def case(task: str, n: int = 20) -> tuple[nn.Sequential, Tensor, Tensor, Tensor]
 
 def without_bias(outputs: int = 3) -> nn.Sequential:
     """A network whose last layer has no bias."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs, bias=False)).double()
+    model = mlp(outputs, dtype=torch.float64)
+    model[-1].register_parameter("bias", None)
+    return model
 
 
 def jacobian(module: nn.Module, x: Tensor) -> Tensor:  # (N, C, P)
     """One backward pass for each output of each row, in the weights that are not frozen."""
     module = copy.deepcopy(module).eval()
     weights = [p for p in module.parameters() if p.requires_grad]
-    rows = []
-    for i in range(len(x)):
-        each = []
-        for value in module(x[i : i + 1]).reshape(-1):
+    gradients = []
+    for row in x.split(1):
+        for value in module(row).reshape(-1):
             parts = torch.autograd.grad(value, weights, retain_graph=True, materialize_grads=True, allow_unused=True)
-            each.append(torch.cat([part.reshape(-1) for part in parts]))
-        rows.append(torch.stack(each))
-    return torch.stack(rows)
+            gradients.append(torch.cat([part.reshape(-1) for part in parts]))
+    return torch.stack(gradients).unflatten(0, (len(x), -1))
 
 
 def hessians(logits: Tensor) -> Tensor:  # (N, C, C)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from posthoc import Outputs, load
 from posthoc.base import Method
 from posthoc.errors import DataError, OptionError
-from posthoc.methods import REGISTRY
+from posthoc.methods import GP, REGISTRY, VaLLA
+from posthoc.training.loop import PlainSteps
 
 QUICK: dict[str, dict[str, Any]] = {
     "fmgp": {"num_inducing": 8, "steps": 30, "batch_size": 32},
@@ -194,3 +197,29 @@ def test_on_a_gpu_where_there_is_one(case):
     away = case.make(model.cpu(), device="cuda").fit((case.x, case.y), val=(case.x, case.y)).predict(case.x)
     assert not away.latent.variance.is_cuda
     assert (away.mutual_information() if case.task == "classification" else away.std).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        partial(GP, exact_up_to=0, num_inducing=6, batch_size=8, steps=40),
+        partial(VaLLA, weights="all", num_inducing=6, batch_size=16, steps=40),
+    ],
+)
+def test_a_fit_that_was_stopped_goes_on_to_the_same_numbers(kind, tmp_path, monkeypatch):
+    case, checkpoint = make_case("gp", "regression"), {"checkpoint": tmp_path / "c", "checkpoint_every": 10}
+    complete = kind(case.model, "regression").fit(case.x, case.y).predict(case.x).variance
+    method, step, calls = kind(case.model, "regression"), PlainSteps.step, count()
+
+    def interrupted(*args):
+        if next(calls) == 25:
+            raise KeyboardInterrupt
+        return step(*args)
+
+    monkeypatch.setattr(PlainSteps, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        method.fit(case.x, case.y, **checkpoint)
+    assert not method.fitted
+    resumed = kind(case.model, "regression").fit(case.x, case.y, **checkpoint, resume=True)
+    assert next(calls) < 60
+    assert torch.equal(resumed.predict(case.x).variance, complete)

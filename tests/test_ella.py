@@ -14,8 +14,6 @@ from posthoc.errors import DataError
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.ntk.ella import ELLA, NOISES, leading
-from posthoc.predictive.latent import DenseLatent, FactorLatent
-from tests import oracles
 from tests.cases import labels, recorded
 from tests.linearized import case, covariance, hessians, jacobian, last_only, without_bias
 
@@ -25,33 +23,26 @@ EVERYTHING: dict[str, Any] = {"num_inducing": 10_000, "num_features": 10_000, "p
 
 def dense(method: ELLA, model: nn.Sequential, x: Tensor, new: Tensor) -> Tensor:
     """The covariance of the linearized network's outputs at new points, by the definition."""
-    weights = model if method.config.weights == "all" else last_only(model)
-    if isinstance(method.likelihood, Gaussian):
-        noise = (method.likelihood.noise * method.likelihood.scale.square()).detach()
+    weights, likelihood = model if method.config.weights == "all" else last_only(model), method.likelihood
+    if isinstance(likelihood, Gaussian):
+        noise = (likelihood.noise * likelihood.scale.square()).detach()
         curvature = torch.diag_embed((1.0 / noise).expand(len(x), -1))
     else:
-        assert isinstance(method.likelihood, Categorical)
-        temperature = method.likelihood.temperature
-        curvature = hessians(model(x).detach() / temperature) / temperature.square()
+        assert isinstance(likelihood, Categorical)
+        curvature = hessians(model(x).detach() / likelihood.temperature) / likelihood.temperature.square()
     return covariance(jacobian(weights, x), curvature, jacobian(weights, new), method.prior_precision)
 
 
-@pytest.mark.parametrize("task", ["regression", "classification"])
+@pytest.mark.parametrize("likelihood", ["regression", "classification", Categorical(temperature=2.0)])
 @pytest.mark.parametrize("weights", ["last", "all"])
-def test_with_all_points_and_directions_it_is_the_linearized_laplace_approximation(task, weights):
-    model, x, y, new = case(task, 40)
-    method = ELLA(model, task, weights=weights, **EVERYTHING).fit((x, y))
+@pytest.mark.parametrize("bias", [True, False])
+def test_with_all_points_and_directions_it_is_the_linearized_laplace_approximation(likelihood, weights, bias):
+    model, x, y, new = case(likelihood if likelihood == "regression" else "classification", 40)
+    model = model if bias else without_bias(model[-1].out_features)
+    method = ELLA(model, likelihood, weights=weights, **EVERYTHING).fit((x, y))
     pred = method.predict(new, covariance=True)
     torch.testing.assert_close(pred.latent.full_covariance, dense(method, model, x, new), rtol=1e-6, atol=1e-9)
     assert torch.equal(pred.latent.mean, model(new).detach())
-
-
-def test_a_last_layer_without_a_bias_and_a_fixed_temperature():
-    _, x, y, new = case("classification", 40)
-    for model, likelihood in (without_bias(), "classification"), (without_bias(), Categorical(temperature=2.0)):
-        method = ELLA(model, likelihood, **EVERYTHING).fit((x, y))
-        found = method.predict(new, covariance=True).latent.full_covariance
-        torch.testing.assert_close(found, dense(method, model, x, new), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("weights", ["last", "all"])
@@ -103,16 +94,6 @@ def test_leading_directions_are_orthonormal_and_leave_out_what_is_rounding():
         leading(torch.zeros(4, 3), 2)
 
 
-@pytest.mark.parametrize("kind", [FactorLatent, DenseLatent])
-def test_the_latent_gaussian_is_its_covariance_written_out(kind):
-    factor = torch.randn(5, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    written, top = oracles.DenseLatent(factor @ factor.mT), torch.tensor([0, 1, 2, 3, 0])
-    latent = FactorLatent(factor) if kind is FactorLatent else DenseLatent(factor @ factor.mT)
-    torch.testing.assert_close(latent.variance, written.variance)
-    torch.testing.assert_close(latent.covariance(), written.covariance())
-    torch.testing.assert_close(latent.difference(top), written.difference(top), rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("task", ["regression", "classification"])
 def test_validation_data_choose_what_makes_them_likeliest(task):
     """The choice is the best of those that were tried, found again by fits with each prior, and in regression noise."""
@@ -152,11 +133,8 @@ def test_num_data_is_how_many_points_the_data_stand_for():
 
 def test_loaders_and_arrays_agree():
     model, x, y, new = case("classification", 40)
-    loader = DataLoader(TensorDataset(x, y), batch_size=7)
-    first, second = (
-        ELLA(model, "classification", weights="all", num_inducing=60).fit(data, val=data).predict(new).latent.variance
-        for data in ((x, y), loader)
-    )
+    method, loader = ELLA(model, "classification", weights="all"), DataLoader(TensorDataset(x, y), batch_size=7)
+    first, second = (method.fit(data, val=data).predict(new).latent.variance for data in ((x, y), loader))
     torch.testing.assert_close(first, second)
 
 

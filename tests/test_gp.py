@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from itertools import count
-from typing import Any
 
 import gpytorch
 import numpy as np
@@ -198,27 +196,6 @@ def test_features_files_and_validation(exact_up_to, tmp_path):
     torch.testing.assert_close(from_outputs.variance, from_network.variance, rtol=1e-5, atol=1e-7)
     # An exact process is its data, and the docstring says so; a sparse one has none.
     assert ("process.x" in read_head(tmp_path / "head.safetensors")[0]) == bool(exact_up_to)
-
-
-def test_a_killed_fit_goes_on(tmp_path, monkeypatch):
-    x, y = wavy()
-    data = Outputs(torch.zeros(40, 1, dtype=D), y, inputs=x)
-    options = {"steps": 20, "exact_up_to": 0, "num_inducing": 6, "batch_size": 8}
-    whole = GP(None, "regression", **options).fit(data).predict(data)
-
-    first, loss, calls = GP(None, "regression", **options), Sparse.loss, count()
-
-    def interrupted(*args: Any) -> Tensor:
-        if next(calls) == 15:
-            raise KeyboardInterrupt
-        return loss(*args)
-
-    monkeypatch.setattr(Sparse, "loss", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        first.fit(data, checkpoint=tmp_path / "c", checkpoint_every=5)
-    assert not first.fitted
-    resumed = GP(None, "regression", **options).fit(data, checkpoint=tmp_path / "c", checkpoint_every=5, resume=True)
-    assert torch.equal(resumed.predict(data).variance, whole.variance)
 
 
 def test_bad_input(monkeypatch):

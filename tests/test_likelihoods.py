@@ -9,7 +9,8 @@ import torch
 
 from posthoc import Categorical, Gaussian, OptionError
 from posthoc.likelihoods.gaussian import gaussian_energy
-from posthoc.predictive.latent import IndependentLatent, Widened, ZeroLatent
+from posthoc.predictive import latent as latents
+from posthoc.predictive.latent import FactorLatent, IndependentLatent, Widened, ZeroLatent
 from tests import oracles
 from tests.oracles import DenseLatent
 
@@ -26,13 +27,15 @@ def logits(n: int, c: int, seed: int = 0) -> torch.Tensor:
     return 3.0 * torch.randn(n, c, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
 
 
-def test_independent_and_widened_variances_are_those_of_their_matrices():
+def test_latents_are_those_of_their_matrices():
     v, more, top = random_latent(5, 4), torch.rand(5, dtype=DOUBLE), torch.tensor([0, 1, 2, 3, 0])
     alone, noise = IndependentLatent(v.variance), torch.randn(7, 5, 4, dtype=DOUBLE)
     extra = torch.diag_embed(more[:, None].expand(5, 4))
-    diagonal = torch.diag_embed(v.variance)
+    diagonal, factor = torch.diag_embed(v.variance), torch.randn(5, 4, 3, dtype=DOUBLE)
     for latent, matrix in (
         (alone, diagonal),
+        (FactorLatent(factor), factor @ factor.mT),
+        (latents.DenseLatent(v.covariance()), v.covariance()),
         (Widened(v, more), v.covariance() + extra),
         (Widened(alone, more), diagonal + extra),
     ):

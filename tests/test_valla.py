@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from posthoc.fmgp.process import Process
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.ntk.valla import VaLLA
-from posthoc.training.loop import PlainSteps
 from tests import oracles
 from tests.cases import inputs, labels, mlp
 from tests.linearized import case, covariance, hessians, jacobian, last_only, without_bias
@@ -30,15 +28,9 @@ def process_of(method: VaLLA) -> Process:
     return method._fitted.process
 
 
-def width(model: nn.Sequential) -> int:
-    last = model[-1]
-    assert isinstance(last, nn.Linear)
-    return last.out_features
-
-
 def everywhere(model: nn.Sequential, task: str, weights: str, x: Tensor, y: Tensor, **more: Any) -> VaLLA:
     """Not trained, with an inducing point for every output of every point."""
-    n, outputs = len(x), width(model)
+    n, outputs = model(x).shape
     options: dict[str, Any] = {**UNTRAINED, **more, "weights": weights, "num_inducing": n * outputs}
     if weights == "last":
         options["inducing"] = model[:-1](x).detach().repeat(outputs, 1)
@@ -50,7 +42,7 @@ def places(method: VaLLA, model: nn.Sequential, x: Tensor) -> tuple[Tensor, Tens
     """The row and the output of each inducing point."""
     classes = process_of(method).z_class
     if method.config.weights == "last":
-        return torch.arange(len(x)).repeat(width(model)), classes
+        return torch.arange(len(x)).repeat(model(x).shape[1]), classes
     j = jacobian(model, x)
     gradients = method._tensors()["tangents"]
     apart = (j[:, classes].transpose(0, 1) - gradients[:, None]).abs().amax(-1)  # (M, N)
@@ -72,10 +64,10 @@ def knows(method: VaLLA, curvature: Tensor, rows: Tensor, classes: Tensor) -> No
 def test_with_all_points_and_the_best_factor_it_is_the_linearized_laplace_approximation(task, weights, bias):
     """Which `test_ella` compares with laplace-torch's."""
     model, x, y, new = case(task)
-    model = model if bias else without_bias(width(model))
+    model = model if bias else without_bias(model(x).shape[1])
     method = everywhere(model, task, weights, x, y)
     rows, classes = places(method, model, x)
-    assert len(set(zip(rows.tolist(), classes.tolist(), strict=True))) == len(x) * width(model)
+    assert len(set(zip(rows.tolist(), classes.tolist(), strict=True))) == len(x) * model(x).shape[1]
     likelihood = method.likelihood
     curvature = inside = hessians(model(x).detach())
     if isinstance(likelihood, Gaussian):
@@ -176,26 +168,6 @@ def test_many_outputs():
     pred = many.predict(new, covariance=True)
     torch.testing.assert_close(pred.latent.full_covariance, expected, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(pred.latent.variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-6, atol=1e-9)
-
-
-def test_a_fit_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
-    model, x, y, new = case("classification")
-    options = {**QUICK, "weights": "all", "steps": 40}
-    complete = VaLLA(model, "classification", **options).fit((x, y)).predict(new).latent.variance
-    first, second = (VaLLA(model, "classification", **options) for _ in range(2))
-    step, calls = PlainSteps.step, count()
-
-    def interrupted(*args: Any) -> Any:
-        if next(calls) == 25:
-            raise KeyboardInterrupt
-        return step(*args)
-
-    monkeypatch.setattr(PlainSteps, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        first.fit((x, y), checkpoint=tmp_path / "c", checkpoint_every=10)
-    assert not first.fitted
-    resumed = second.fit((x, y), checkpoint=tmp_path / "c", checkpoint_every=10, resume=True)
-    assert torch.equal(resumed.predict(new).latent.variance, complete)
 
 
 def test_options_that_make_no_sense():
