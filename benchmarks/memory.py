@@ -147,7 +147,10 @@ def predict_memory(path: str, head: Path, device_type: str) -> dict[str, float]:
         method = FMGP.load(head, device=device)
         for part in method.stream(data):
             del part
-    return {**figures, "formula": formula(method, min(len(data), method._rows_at_once()))}
+    return {
+        **figures,
+        "formula": formula(method, min(len(data), method._predictor(method.head, covariance=False).rows)),
+    }
 
 
 @contextmanager

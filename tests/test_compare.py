@@ -93,9 +93,9 @@ def test_time_is_of_the_fit_and_of_the_predictions(monkeypatch):
 
             def predict(outputs: Outputs) -> Any:
                 now[0] += 2.0
-                return plain(outputs)
+                return plain.predict(outputs)
 
-            return predict
+            return plain._replace(predict=predict)
 
     monkeypatch.setattr("posthoc.evaluate.scores.Scores.compute", lambda self: now.__setitem__(0, now[0] + 100.0) or {})
     figures = compare(None, classified(), classified(1500), [Slow])["slow"].figures

@@ -50,7 +50,7 @@ def test_noise_is_found_on_validation_data_where_there_are_any():
     near, far = (torch.stack([in_eval(m, x) for m in members]).mean(0) + s * values(100) for s in (0.01, 5.0))
     fit = Ensemble(members, "regression").fit((x, near), val=DataLoader(TensorDataset(x, far), batch_size=30))
     assert fit.predict(x).noise[0].item() == pytest.approx(25.0, rel=0.5)
-    with pytest.raises(DataError, match="runs the network"):
+    with pytest.raises(DataError, match="got outputs"):
         Ensemble(members, "regression").fit((x, near), val=recorded(members[0], x, far))
 
 

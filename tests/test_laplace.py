@@ -464,7 +464,7 @@ def test_the_adapter_refuses_what_it_cannot_do():
     model, _, _, data = case("classification")
     with pytest.raises(OptionError, match=r"nn\.Module"):
         LaplaceTorch(None, "classification")
-    with pytest.raises(DataError, match="runs the network"):
+    with pytest.raises(DataError, match="got outputs"):
         LaplaceTorch(model, "classification").fit(data)
     for bad in (
         {"curvature": "lowrank"},

@@ -47,7 +47,7 @@ def change(monkeypatch: pytest.MonkeyPatch, **constants: float) -> None:
 
 
 def job(train: Outputs, val: Outputs | None = None) -> Job:
-    return Job(train, val, len(train), train, None)
+    return Job(train, val, len(train), torch.device("cpu"), train)
 
 
 def said(y: torch.Tensor, sureness: float, *, off: float = 1.0, seed: int = 0) -> torch.Tensor:

@@ -13,7 +13,7 @@ from scipy.optimize import minimize_scalar
 from posthoc import FMGP, Categorical, Outputs, Temperature, load
 from posthoc.base import Job
 from posthoc.fmgp.ood import EXPONENTS, OutOfDistribution, best_exponent
-from posthoc.fmgp.selection import VarianceForm
+from posthoc.fmgp.selection import VarianceForm, folds
 from posthoc.likelihoods.temperature import best_inverse, suitable_temperature
 
 G = torch.Generator
@@ -143,7 +143,7 @@ def test_a_fit_with_an_exponent_is_that_of_logits_divided_beforehand(monkeypatch
         return rows.with_outputs(rows.outputs / ood.logit_scale(ood.distance(rows.features)))
 
     def log_probs(train: Outputs, new: Outputs, exponent: float) -> torch.Tensor:
-        job = Job(train, None, len(train), train, None)
+        job = Job(train, None, len(train), torch.device("cpu"), train)
         method, form = FMGP(None, "classification", **QUICK), VarianceForm("separable", "once", 1.0, exponent)
         return method._train(job, form, method._training(job))[0].log_probs(new)
 
@@ -152,11 +152,8 @@ def test_a_fit_with_an_exponent_is_that_of_logits_divided_beforehand(monkeypatch
     assert float((scaled - log_probs(train, new, 0.0)).abs().max()) > 0.1
 
 
-# Parts of the data.
-
-
-def test_a_part_stands_for_its_share_of_the_points():
+def test_a_fold_stands_for_its_share_of_the_points():
     rows = classified(300)
-    job = Job(rows, None, 90_000, rows, None)
-    assert job.part(rows[:100]).num_data == 30_000
-    assert replace(job, num_data=1).part(rows[:100]).num_data == 1
+    job = Job(rows, None, 90_000, torch.device("cpu"), rows)
+    assert [part.num_data for part, _ in folds(job, rows, 3)] == [60_000] * 3
+    assert [part.num_data for part, _ in folds(replace(job, num_data=1), rows, 3)] == [1] * 3

@@ -87,7 +87,7 @@ def test_the_elbo_has_its_optimum_there(weights):
     model, x, y, _ = case("regression")
     method = everywhere(model, "regression", weights, x, y, alpha=0.0)
     assert method._fitted is not None
-    with method._require_backbone(x).reading(features=True, inputs=False) as read:
+    with method._predicting_backbone().reading(features=True, inputs=False) as read:
         view = PointView(next(read([(x, y)])), method._fitted.coordinates)
     process, batch = method._fitted.process, view.batch(method.likelihood, view.outputs)
     objective = Objective(process, method.likelihood, 0.0, len(x))

@@ -5,32 +5,27 @@ from __future__ import annotations
 import copy
 import math
 import os
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from posthoc.collect import opened
+from posthoc.collect import open_outputs
 from posthoc.collect.augmentation import Augmented
 from posthoc.collect.class_scores import Rounding, as_logits, find_rounding
-from posthoc.collect.data_warnings import warn_if_memorized, warn_if_probabilities
+from posthoc.collect.data_warnings import check_classes, warn_if_half, warn_if_memorized, warn_if_probabilities
 from posthoc.collect.fingerprint import fingerprint, require_same_network
 from posthoc.collect.loaders import arrays, is_arrays, is_pair, iterate
 from posthoc.collect.network import Backbone, collect
 from posthoc.collect.outputs import Outputs
 from posthoc.config import FeatureConfig, MethodConfig, ScoreConfig, SeedConfig, TrainingConfig, option
-from posthoc.errors import (
-    DataError,
-    NotFittedError,
-    OptionError,
-    PosthocWarning,
-)
+from posthoc.errors import DataError, NotFittedError, OptionError
 from posthoc.io import check_tensors, contents_sha256, read_head, reading, sound_shapes, write_head
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.registry import make_likelihood
@@ -70,21 +65,31 @@ class Job:
     val: Outputs | None
     num_data: int
     """The number of points that `train` stands for."""
+    device: torch.device
+    """Where the fit computes."""
     data: Any
     """What `train` was collected from."""
-    checkpoint: Checkpoint | None
     val_data: Any = None
     """What `val` was collected from."""
+    checkpoint: Checkpoint | None = None
+    rounding: Rounding | None = None
+    """How coarse the probabilities of `train` are, where it was made of such."""
 
-    @property
-    def targets(self) -> Tensor:
-        """The targets of `train`."""
-        return targets_of(self.train)
 
-    def part(self, rows: Outputs) -> Job:
-        """The job of fitting to some of the rows, which stand for as large a share of the points."""
-        num_data = max(1, round(self.num_data * len(rows) / len(self.train)))
-        return replace(self, train=rows, num_data=num_data, data=rows, checkpoint=None)
+class Predictor(NamedTuple):
+    """How a fitted method predicts.
+
+    Attributes:
+        predict: A function from some rows of outputs to their predictions.
+        rows: The largest number of rows to predict at a time.
+        reads: The blocks that it reads besides the outputs: "features", "inputs".
+        device: Where it takes the rows; None: where they are.
+    """
+
+    predict: Callable[[Outputs], Predictive]
+    rows: int
+    reads: Collection[str] = ()
+    device: torch.device | None = None
 
 
 class Fitted(nn.Module):
@@ -95,6 +100,11 @@ class Fitted(nn.Module):
         metadata: What `shapes` returns.
         **parts: Other modules, and tensors to keep as buffers, by name.
     """
+
+    reads: Collection[str] = ()
+    """The blocks that predictions read besides the outputs."""
+    coupled: bool = True
+    """Whether draws need the covariance of the outputs."""
 
     def __init__(
         self,
@@ -119,11 +129,20 @@ class Fitted(nn.Module):
         """JSON from which `Method._blank` builds an object with tensors of the same shapes."""
         return self.metadata
 
+    def rows_at_once(self, outputs: int, *, dense: bool) -> int:
+        """How many rows of this number of outputs to predict at a time, as far as memory allows.
+
+        Args:
+            outputs: The number of outputs.
+            dense: Whether predictions hold the covariance of the outputs.
+        """
+        return CHUNK
+
 
 class Method(ABC):
     """A post-hoc method: it adds uncertainty to the outputs of a trained network.
 
-    A subclass declares its options in a `MethodConfig` and implements `_fit`, `_needs`, `_blank` and `_predictor`.
+    A subclass declares its options in a `MethodConfig` and implements `_fit`, `_reads` and `_blank`.
 
     Args:
         model: A trained `nn.Module`, a callable that returns a tensor, or None to work from `Outputs`.
@@ -137,8 +156,10 @@ class Method(ABC):
     tasks: ClassVar[tuple[str, ...]] = ("regression", "classification")
     any_task: ClassVar[bool] = False
     """Whether the method works with likelihoods of other tasks too."""
-    black_box: ClassVar[bool] = True
+    black_box: bool = True
     """Whether the method needs nothing but outputs (else it needs the network)."""
+    reads_again: bool = False
+    """Whether a fit reads the data more than once."""
     fixed_mean: ClassVar[bool] = True
     """Whether the mean of a prediction is the network's own output."""
     wants_unseen: ClassVar[bool] = False
@@ -234,64 +255,83 @@ class Method(ABC):
             raise OptionError("resume=True goes on from a checkpoint: name its folder with checkpoint=....")
         if checkpoint is not None and not self.trains:
             raise OptionError(f"{self.name} is not fitted in steps and keeps no checkpoints: leave checkpoint out.")
-        data, val = arrays(opened(with_targets(data, targets))), arrays(opened(val))
+        place = Checkpoint(checkpoint, every=checkpoint_every, resume=resume) if checkpoint is not None else None
+        data, val = self._read(with_targets(data, targets)), self._read(val) if val is not None else None
         if augment is not None:
             data = Augmented(data, augment)
-        self._check_data(data)
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            place = Checkpoint(checkpoint, every=checkpoint_every, resume=resume) if checkpoint is not None else None
+        with torch.inference_mode(False), torch.enable_grad(), place.claimed() if place is not None else nullcontext():
+            job = self._job(data, val, num_data, place)
+            network = fingerprint(self.backbone.module) if self.backbone else None
             if place is not None:
-                stack.enter_context(place.claimed())
-            before, self._rounding = self._rounding, None
-            try:
-                return self._fit_checked(data, val, num_data, place)
-            except BaseException:
-                self._rounding = before
-                raise
-
-    def _fit_checked(self, data: Any, val: Any, num_data: int | None, checkpoint: Checkpoint | None) -> Self:
-        train = self._outputs(data)
-        held_out = self._outputs(val) if val is not None else None
-        if held_out is not None:
-            self._check_width(held_out, tuple(train.outputs.shape[1:]))
-        self._warn_of(train, held_out)
-        network = fingerprint(self.backbone.module) if self.backbone else None
-        if checkpoint is not None:
-            checkpoint.of(
-                {
-                    **self._identity(),
+                start = {
                     "start": first_values(self._likelihood),
-                    "data": train.digest(),
-                    "val": held_out.digest() if held_out is not None else None,
-                    "num_data": num_data or len(train),
+                    "data": job.train.digest(),
+                    "val": job.val.digest() if job.val is not None else None,
+                    "num_data": job.num_data,
                     "network": network,
                 }
-            )
-        fitted = self._fit(Job(train, held_out, num_data or len(train), data, checkpoint, val))
-        self._fitted = fitted if fitted is not None else self._fitted
-        self._width, self._network = tuple(train.outputs.shape[1:]), network
+                place.of(self._identity() | start)
+            self._fitted = self._fit(job)
+        self._width, self._network, self._rounding = tuple(job.train.outputs.shape[1:]), network, job.rounding
         return self
 
-    def _warn_of(self, train: Outputs, val: Outputs | None) -> None:
-        """Warns of data that the fit can use but should not, and refuses data of one class where it cannot."""
-        if train.outputs.dtype in (torch.float16, torch.bfloat16):
-            warnings.warn(
-                f"The outputs are {train.outputs.dtype}: means stay as they are, the uncertainty is computed in "
-                "float64 and returned in float32.",
-                PosthocWarning,
-                stacklevel=4,
+    def _read(self, data: Any, *, once: bool = False) -> Any:
+        """Data as `Outputs`, arrays or batches: a file is opened, tables and lists of numbers become arrays.
+
+        Data that this method cannot use are refused, before the network is run over them. Iterators are taken where
+        it is enough to read the data `once`.
+        """
+        if isinstance(data, str | os.PathLike):
+            data = open_outputs(data)
+        if isinstance(data, Outputs):
+            if not self.black_box:
+                raise DataError(
+                    f"Expected data for the network, which {self.name} runs (a DataLoader, a pair of arrays), got "
+                    "outputs: give those data, or use a method that needs outputs alone, such as fmgp."
+                )
+            return data
+        if self.reads_again and not once and isinstance(data, Iterator):
+            raise DataError(
+                f"Expected a DataLoader or arrays, since {self.name} reads the data more than once, got an iterator."
             )
-        targets = targets_of(train)
-        one_class = self._likelihood.task == "classification" and int(targets.min()) == int(targets.max())
-        if one_class and (len(train) > 1 or self.needs_classes):
-            found = f"Expected labels of at least two classes, got class {int(targets[0])} in all {len(train)} rows"
-            if self.needs_classes:
-                raise DataError(f"{found}: such data say nothing about what separates classes.")
-            warnings.warn(f"{found}: the fit is of no use for the other classes.", PosthocWarning, stacklevel=4)
+        if self.backbone is None:
+            raise DataError(
+                f"Expected posthoc.Outputs, since there is no model to run, got {type(data).__name__}: give "
+                f"Outputs(outputs, targets, features), or the model: {type(self).__name__}(model, ...)."
+            )
+        return arrays(data)
+
+    def _job(self, data: Any, val: Any, num_data: int | None, checkpoint: Checkpoint | None) -> Job:
+        """Collects the outputs of the network on the data of a fit, and checks them."""
+        collected = [self._collect(each) for each in ([data] if val is None else [data, val])]
+        first, task = collected[0].outputs, self._likelihood.task
+        device, rounding = self._home(first.device), None
+        if task == "classification" and self.outputs_are != "logits":
+            rounding = find_rounding(first, self.outputs_are, warn=True)
+        train, held_out = self._checked(collected[0], rounding), None
+        if val is not None:
+            held_out = self._checked(collected[1], rounding, width=tuple(train.outputs.shape[1:]))
+        warn_if_half(train.outputs)
+        if task == "classification":
+            check_classes(train, required=self.needs_classes)
+            if self.outputs_are == "logits":
+                warn_if_probabilities(*(each.outputs for each in collected))
         if self.wants_unseen:
-            warn_if_memorized(train, val, self._likelihood.task)
+            warn_if_memorized(train, held_out, task)
+        return Job(train, held_out, num_data or len(train), device, data, val, checkpoint, rounding)
+
+    def _collect(self, data: Any) -> Outputs:
+        """The outputs of the network, which is run once over the data of a fit if there is one."""
+        if isinstance(data, Outputs):
+            data.require_finite()
+            outputs = data
+        else:
+            assert self.backbone is not None
+            reads = self._reads()
+            outputs = collect(self.backbone, data, features="features" in reads, inputs="inputs" in reads)
+        if not len(outputs):
+            raise DataError("Expected at least one data point, got none.")
+        return outputs
 
     def predict(self, data: Any, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of each row.
@@ -309,7 +349,7 @@ class Method(ABC):
             parts = [predictive for predictive, _ in predictions]
         if not parts:
             raise DataError("Expected at least one data point to predict, got none: the loader is empty.")
-        return type(parts[0]).cat(parts)
+        return parts[0] if len(parts) == 1 else type(parts[0]).cat(parts)
 
     def stream(self, data: Any, *, covariance: bool = False) -> Generator[Predictive]:
         """As `predict`, some rows at a time and in order, for more data than fit into memory."""
@@ -320,23 +360,45 @@ class Method(ABC):
     def stream_with_targets(self, data: Any) -> Generator[tuple[Predictive, Tensor]]:
         """As `stream`, of data as `fit` takes them, with the targets of each part."""
         with closing(self._predictions(data, targets=True)) as predictions:
-            for predictive, part in predictions:
-                yield predictive, targets_of(part)
+            for predictive, rows in predictions:
+                assert rows.targets is not None
+                yield predictive, rows.targets
 
     @torch.no_grad()
     def _predictions(
         self, data: Any, *, covariance: bool = False, targets: bool = False
     ) -> Generator[tuple[Predictive, Outputs]]:
         """Predictions, and the rows that they are for."""
-        self._require_fitted("predict")
-        predict, size = self._predictor(self._fitted, covariance=covariance), self._rows_at_once()
-        with closing(self._stream(data, targets=targets)) as stream:
-            for outputs in stream:
-                for start in range(0, len(outputs), size):
-                    part = outputs[start : start + size] if len(outputs) > size else outputs
-                    predictive = predict(part)
+        fitted, data = self._require_fitted("predict"), self._read(data, once=True)
+        if isinstance(data, list) and is_pair(data) and not targets:
+            raise DataError(
+                "Expected one batch or a loader, got a list of arrays, which could be (x, y) or several batches: give "
+                "a tuple (x, y), the inputs alone, or a DataLoader."
+            )
+        one_batch = isinstance(data, Outputs) or (not targets and is_arrays(data))
+        batches = [data] if one_batch else iterate(data, CHUNK)
+        predict, size, reads, device = self._predictor(fitted, covariance=covariance)
+        with ExitStack() as stack:
+            if not isinstance(data, Outputs):
+                backbone, features, inputs = self._predicting_backbone(), "features" in reads, "inputs" in reads
+                reading = backbone.reading(features=features, inputs=inputs, targets=targets, width=self._width)
+                batches = stack.enter_context(reading)(batches)
+            for outputs in batches:
+                if not len(outputs):
+                    continue
+                home = outputs.outputs.device
+                checked = self._checked(outputs, self._rounding, width=self._width, targets=targets)
+                for start in range(0, len(checked), size):
+                    rows = checked[start : start + size] if len(checked) > size else checked
+                    predictive = predict(rows.only(*reads).to(device or home))
+                    predictive = predictive.to(home) if device not in (None, home) else predictive
                     require_finite_prediction(predictive)
-                    yield predictive, part
+                    yield predictive, rows
+
+    def _predicting_backbone(self) -> Backbone:
+        """What runs the network for predictions."""
+        assert self.backbone is not None
+        return self.backbone
 
     def conformal(self, calibration: Any, *, score: str | Score | None = None) -> Conformal:
         """The same predictions with guaranteed coverage: intervals in regression, sets of classes in classification.
@@ -438,30 +500,23 @@ class Method(ABC):
     def _tensors(self) -> dict[str, Tensor]:
         return tensors_of(self._fitted.state_dict()) if self._fitted is not None else {}
 
-    def _check_data(self, data: Any) -> None:  # noqa: B027 (most methods take anything)
-        """Refuses data that this method cannot be fitted on, before the network is run over them."""
-
     @abstractmethod
-    def _fit(self, job: Job) -> Fitted | None:
+    def _fit(self, job: Job) -> Fitted:
         """The fitted state. A fit that fails leaves the method as it was."""
 
-    def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Any], Predictive]:
-        """A function from some rows of outputs to predictions, made once for many parts of the data.
+    @abstractmethod
+    def _reads(self) -> Collection[str]:
+        """The blocks that a fit reads besides the outputs: "features", "inputs"."""
+
+    def _predictor(self, fitted: Any, *, covariance: bool) -> Predictor:
+        """How to predict; made once for many parts of the data.
 
         By default `fitted.predictive(rows, covariance=...)`, computed where the fitted state is.
         """
-        dense, device = self._dense(covariance), fitted.device
-        blocks = [name for name, wanted in zip(("features", "inputs"), self._needs(fitted=True), strict=True) if wanted]
-
-        def predict(outputs: Outputs) -> Predictive:
-            pred: Predictive = fitted.predictive(outputs.only(*blocks).to(device), covariance=dense)
-            return pred.to(outputs.outputs.device)
-
-        return predict
-
-    @abstractmethod
-    def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
-        """Whether the method reads the features, and the inputs, for a fit or once `fitted`."""
+        dense, rows = self._dense(covariance), self._rows_at_once()
+        dense = covariance or (dense and fitted.coupled)
+        rows = min(rows, fitted.rows_at_once(math.prod(self._width or ()), dense=dense))
+        return Predictor(partial(fitted.predictive, covariance=dense), rows, fitted.reads, fitted.device)
 
     def _blank(self, shapes: Mapping[str, Any]) -> Fitted:
         """A fitted state of these shapes, to load tensors into."""
@@ -479,7 +534,8 @@ class Method(ABC):
         """A copy of the likelihood on a device, in the units of some rows."""
         likelihood = copy.deepcopy(self._likelihood).to(device)
         typical = rows.only().spread(TYPICAL_ROWS).to(device)
-        likelihood.initialize(typical.outputs, targets_of(typical))
+        assert typical.targets is not None
+        likelihood.initialize(typical.outputs, typical.targets)
         return likelihood
 
     def _dense(self, covariance: bool) -> bool:
@@ -496,84 +552,35 @@ class Method(ABC):
             raise NotFittedError(f"Call fit(...) before {verb}(), or load a saved head.")
         return self._fitted
 
-    def _require_backbone(self, data: Any) -> Backbone:
-        if self.backbone is None:
-            raise DataError(
-                f"Expected posthoc.Outputs, since there is no model to run, got {type(data).__name__}: give "
-                f"Outputs(outputs, targets, features), or the model: {type(self).__name__}(model, ...)."
-            )
-        return self.backbone
-
-    def _outputs(self, data: Any) -> Outputs:
-        """The data of a fit as checked outputs; the network is run once over them if there is one."""
-        data = opened(data)
-        if isinstance(data, Outputs):
-            outputs = data
-            outputs.require_finite()
-        else:
-            features, inputs = self._needs(fitted=False)
-            outputs = collect(self._require_backbone(data), data, features=features, inputs=inputs)
-        if not len(outputs):
-            raise DataError("Expected at least one data point, got none.")
-        if self._likelihood.task == "classification" and self.outputs_are == "logits":
-            warn_if_probabilities(outputs.outputs)
-        return self._checked(outputs, targets=True)
-
     def _home(self, found: torch.device | None = None) -> torch.device:
         """Where a head lives: on `device`, or where the data were found, or with the network; Apple's GPUs have no
         float64."""
         device = self.device or found or (self.backbone.device if self.backbone else None) or torch.device("cpu")
         return torch.device("cpu") if device.type == "mps" else device
 
-    def _as_logits(self, outputs: Outputs) -> Outputs:
-        """A classifier's outputs as logits, be they probabilities or a single logit for two classes."""
-        said = outputs.outputs
-        plain = self.outputs_are == "logits" and said.shape[1:].numel() > 1
-        if self._likelihood.task != "classification" or plain:
-            return outputs
-        if self._rounding is None and self.outputs_are != "logits":
-            self._rounding = find_rounding(said, self.outputs_are, warn=True)
-        return outputs.with_outputs(as_logits(said, self.outputs_are, self._rounding))
-
-    def _checked(self, outputs: Outputs, *, targets: bool) -> Outputs:
+    def _checked(
+        self,
+        outputs: Outputs,
+        rounding: Rounding | None = None,
+        *,
+        width: tuple[int, ...] | None = None,
+        targets: bool = True,
+    ) -> Outputs:
         """Outputs that suit the likelihood, scores of classes as logits; with targets, these are checked too."""
-        outputs = self._as_logits(outputs)
+        values = outputs.outputs
+        converts = self.outputs_are != "logits" or values.shape[1:].numel() == 1
+        if self._likelihood.task == "classification" and converts:
+            outputs = outputs.with_outputs(as_logits(values, self.outputs_are, rounding))
+        found = tuple(outputs.outputs.shape[1:])
+        if width is not None and found != width:
+            hint = "; a single point must be a batch of one, x[None]" if outputs.outputs.shape == width else ""
+            raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}{hint}.")
         self._likelihood.check_outputs(outputs.outputs)
         if not targets:
             return outputs
-        return outputs.with_targets(self._likelihood.check_targets(targets_of(outputs), outputs.outputs))
-
-    def _check_width(self, outputs: Outputs, width: tuple[int, ...]) -> None:
-        found = tuple(outputs.outputs.shape[1:])
-        if found != width:
-            hint = "; a single point must be a batch of one, x[None]" if outputs.outputs.shape == width else ""
-            raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}{hint}.")
-
-    def _stream(self, data: Any, *, targets: bool = False) -> Generator[Outputs]:
-        """The outputs of one batch, or of every batch of a loader; with targets, of data as `fit` takes them."""
-        data = arrays(opened(data))
-        if isinstance(data, Outputs):
-            yield self._to_predict(data, targets=targets)
-            return
-        if isinstance(data, list) and is_pair(data) and not targets:
-            raise DataError(
-                "Expected one batch or a loader, got a list of arrays, which could be (x, y) or several batches: give "
-                "a tuple (x, y), the inputs alone, or a DataLoader."
-            )
-        batches = [data] if not targets and is_arrays(data) else iterate(data, CHUNK)
-        features, inputs = self._needs(fitted=True)
-        backbone = self._require_backbone(data)
-        with backbone.reading(features=features, inputs=inputs, targets=targets, width=self._width) as read:
-            for outputs in read(batches):
-                if len(outputs):
-                    yield self._to_predict(outputs, targets=targets)
-
-    def _to_predict(self, outputs: Outputs, *, targets: bool) -> Outputs:
-        """Outputs checked as those of the fit, and of the same width."""
-        assert self._width is not None
-        outputs = self._checked(outputs, targets=targets)
-        self._check_width(outputs, self._width)
-        return outputs
+        if outputs.targets is None:
+            raise DataError("Expected targets: batches (x, y), mappings with labels, Outputs with targets.")
+        return outputs.with_targets(self._likelihood.check_targets(outputs.targets, outputs.outputs))
 
 
 def first_values(part: nn.Module) -> dict[str, Any]:
@@ -588,13 +595,6 @@ def with_targets(data: Any, targets: Any) -> Any:
     if isinstance(data, Outputs | str | os.PathLike):
         raise DataError(f"Expected targets inside the {type(data).__name__}, got them beside it: fit(data) is enough.")
     return data, targets
-
-
-def targets_of(outputs: Outputs) -> Tensor:
-    """The targets, which a fit has checked to be there."""
-    if outputs.targets is None:
-        raise DataError("Expected targets: batches (x, y), mappings with labels, Outputs with targets.")
-    return outputs.targets
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from posthoc.collect.outputs import Outputs
-from posthoc.errors import PosthocWarning
+from posthoc.errors import DataError, PosthocWarning
 
-__all__ = ["warn_if_memorized", "warn_if_probabilities"]
+__all__ = ["check_classes", "warn_if_half", "warn_if_memorized", "warn_if_probabilities"]
 
 ROWS = 2**14
 """Rows that are looked at."""
@@ -22,19 +22,46 @@ SHARE = 0.5
 """Errors on the data of the fit that are smaller than this share of those on validation data."""
 
 
-def warn_if_probabilities(outputs: Tensor) -> None:
-    """Warns of what look like probabilities where logits are expected."""
-    if outputs.ndim > 2:
+def warn_if_half(outputs: Tensor) -> None:
+    """Warns of outputs in half precision."""
+    if outputs.dtype in (torch.float16, torch.bfloat16):
+        warnings.warn(
+            f"The outputs are {outputs.dtype}: means stay as they are, the uncertainty is computed in float64 and "
+            "returned in float32.",
+            PosthocWarning,
+            stacklevel=4,
+        )
+
+
+def check_classes(train: Outputs, *, required: bool) -> None:
+    """Warns of labels of one class alone; an error if several are `required`."""
+    labels = train.targets
+    assert labels is not None
+    if int(labels.min()) < int(labels.max()) or (len(labels) == 1 and not required):
         return
-    some = outputs[:1024].double().reshape(min(len(outputs), 1024), -1)
-    sums = some.sum(-1) if some.shape[1] > 1 else torch.ones_like(some[:, 0])
-    if bool(((some >= 0.0) & (some <= 1.0)).all()) and bool(((sums - 1.0).abs() < 1e-3).all()):
+    found = f"Expected labels of at least two classes, got class {int(labels[0])} in all {len(labels)} rows"
+    if required:
+        raise DataError(f"{found}: such data say nothing about what separates classes.")
+    warnings.warn(f"{found}: the fit is of no use for the other classes.", PosthocWarning, stacklevel=4)
+
+
+def warn_if_probabilities(*collected: Tensor) -> None:
+    """Warns of outputs that look like probabilities where logits are expected."""
+    if any(map(look_like_probabilities, collected)):
         warnings.warn(
             'These outputs look like probabilities and are taken for logits: say outputs_are="probs" '
             "(--outputs-are probs) if they are.",
             PosthocWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
+
+
+def look_like_probabilities(outputs: Tensor) -> bool:
+    if outputs.ndim > 2:
+        return False
+    some = outputs[:1024].double().reshape(min(len(outputs), 1024), -1)
+    sums = some.sum(-1) if some.shape[1] > 1 else torch.ones_like(some[:, 0])
+    return bool(((some >= 0.0) & (some <= 1.0)).all()) and bool(((sums - 1.0).abs() < 1e-3).all())
 
 
 def warn_if_memorized(train: Outputs, val: Outputs | None, task: str) -> None:
@@ -54,7 +81,7 @@ def warn_if_memorized(train: Outputs, val: Outputs | None, task: str) -> None:
         "of new data. Fit on data that were kept apart; or, for images, on changed views of them: "
         'fit(..., augment="crops").',
         PosthocWarning,
-        stacklevel=5,
+        stacklevel=4,
     )
 
 

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import methodcaller
@@ -31,8 +31,6 @@ from posthoc.kernels.registry import kernel_from_file
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.learned_noise import MixtureNoise
-from posthoc.numerics import rows_that_fit
-from posthoc.predictive.base import Predictive
 from posthoc.training import History, Ranks, Training, run_parallel
 from posthoc.validation import choice
 
@@ -184,7 +182,7 @@ class FMGP(Method):
         super().__init__(model, likelihood, **options)
         self.config = self.config.resolved(self._likelihood.task)
         self._likelihood.check_alpha(self.config.alpha)
-        self.history = History()
+        self.history, self.reads_again = History(), not self.config.cache
 
     def __repr__(self) -> str:
         described = f"FMGP({self._likelihood.task}, {type(self.config.kernel).__name__}"
@@ -210,10 +208,6 @@ class FMGP(Method):
         kernel: Kernel = self._fitted.process.kernel if self._fitted is not None else self.config.kernel
         return kernel
 
-    def _check_data(self, data: Any) -> None:
-        if not self.config.cache and isinstance(data, Iterator):
-            raise DataError("cache=False reads the data again and again: give a DataLoader or arrays, not an iterator.")
-
     def _fit(self, job: Job) -> FittedFMGP:
         """Selects a form of the variance, trains it on all rows, and corrects its confidence."""
         rows, cached = len(job.train), self.config.cache or isinstance(job.data, Outputs)
@@ -223,8 +217,8 @@ class FMGP(Method):
             raise OptionError('Monte Carlo training draws in one process: use training="pairwise" with several.')
         if isinstance(self.config.inducing, str) and (number := self.config.num_inducing) > rows:
             told = f"Asked for {number} inducing points but there are only {rows} data points: using {rows}."
-            warnings.warn(told, PosthocWarning, stacklevel=4)
-        parallel = cached and trains_in_parallel(job.train, self.config, self._device(job))
+            warnings.warn(told, PosthocWarning, stacklevel=3)
+        parallel = cached and trains_in_parallel(job.train, self.config, job.device)
         selection = select_form(job, self.config, self._likelihood, self._fit_and_score, parallel)
         if self._likelihood.task == "regression":
             return self._train_regression(job, selection, parallel)
@@ -277,60 +271,37 @@ class FMGP(Method):
     ) -> tuple[FittedFMGP, History]:
         """Trains a form of the variance on a job."""
         cached = self.config.cache or isinstance(job.data, Outputs)
-        fresh = None if cached else partial(self._fresh_batches, job.data)
-        return train_form(job, form, self.config, likelihood or self._likelihood, training, self._device(job), fresh)
+        fresh = None if cached else partial(self._fresh_batches, job)
+        return train_form(job, form, self.config, likelihood or self._likelihood, training, job.device, fresh)
 
     def _training(self, job: Job) -> Training:
         """How to train. Augmented images have less to learn from: they are trained as candidates are."""
         training = self.config.training_on(len(job.train))
         return shortened(training) if isinstance(job.data, Augmented) else training
 
-    def _device(self, job: Job) -> torch.device:
-        return self._home(job.train.outputs.device)
-
-    def _fresh_batches(self, data: Any, view: PointView, likelihood: Likelihood) -> Generator[TrainingBatch]:
+    def _fresh_batches(self, job: Job, view: PointView, likelihood: Likelihood) -> Generator[TrainingBatch]:
         """Batches from the network, run anew over the data of a loader."""
-        features, inputs = self._needs(fitted=False)
-        with self._require_backbone(data).reading(features=features, inputs=inputs) as read:
+        assert self.backbone is not None
+        reads = self._reads()
+        with self.backbone.reading(features="features" in reads, inputs="inputs" in reads) as read:
             while True:
                 seen = 0
-                for outputs in read(iterate(data, self.config.batch_size)):
+                for outputs in read(iterate(job.data, self.config.batch_size)):
                     seen += len(outputs)
                     if len(outputs):
-                        fresh = self._checked(join([outputs]), targets=True)
-                        yield view.batch(likelihood, fresh)
+                        yield view.batch(likelihood, self._checked(join([outputs]), job.rounding))
                 if not seen:
                     raise DataError("Expected data in every pass of the loader, got none in the last one.")
 
-    def _predictor(self, fitted: FittedFMGP, *, covariance: bool) -> Callable[[Outputs], Predictive]:
-        w, dense = fitted.prepared(), covariance or (fitted.process.coupling is not None and self._dense(covariance))
-        reads, device = fitted.reads(), fitted.device
-
-        def predict(outputs: Outputs) -> Predictive:
-            pred = fitted.predictive(outputs.only(*reads).to(device), w, covariance=dense)
-            return pred if outputs.outputs.device == device else pred.to(outputs.outputs.device)
-
-        return predict
-
-    def _rows_at_once(self) -> int:
-        process = self.head.process
-        coupling, numbers = process.coupling, 1
-        if coupling is not None and not process.separable:
-            numbers = (coupling.rank or process.num_outputs) * len(process.l_raw)
-        return min(super()._rows_at_once(), rows_that_fit(numbers))
-
-    def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
-        if fitted:
-            spaces: set[str | None] = set(self.head.reads())
-        else:
-            layered = self.backbone is not None and self.backbone.has_features
-            spaces = {space or ("features" if layered else "inputs") for space in self.config.kernel.spaces() or {None}}
-            if self.config.ood_strength != 0.0 and layered and self._likelihood.task == "classification":
-                spaces.add("features")
-            if "features" in spaces and self.backbone is not None and not layered:
-                message = "Expected a model with a layer to take features from, for this kernel; found none. "
-                raise LayerError(message + 'Name one with layer=..., or use a kernel on="inputs".')
-        return "features" in spaces, "inputs" in spaces
+    def _reads(self) -> set[str]:
+        layered = self.backbone is not None and self.backbone.has_features
+        reads = {space or ("features" if layered else "inputs") for space in self.config.kernel.spaces() or {None}}
+        if self.config.ood_strength != 0.0 and layered and self._likelihood.task == "classification":
+            reads.add("features")
+        if "features" in reads and self.backbone is not None and not layered:
+            message = "Expected a model with a layer to take features from, for this kernel; found none. "
+            raise LayerError(message + 'Name one with layer=..., or use a kernel on="inputs".')
+        return reads
 
     def _blank(self, shapes: Mapping[str, Any]) -> FittedFMGP:
         likelihood = self._likelihood

@@ -22,6 +22,7 @@ from posthoc.fmgp.selection import Selection, VarianceForm
 from posthoc.kernels import Kernel
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
+from posthoc.numerics import rows_that_fit
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.latent import Latent, Widened, ZeroLatent
@@ -64,9 +65,20 @@ class FittedFMGP(Fitted):
     def device(self) -> torch.device:
         return self.process.l_raw.device
 
-    def reads(self) -> set[str]:
+    @property
+    def coupled(self) -> bool:  # type: ignore[override]
+        return self.process.coupling is not None
+
+    @property
+    def reads(self) -> set[str]:  # type: ignore[override]
         """The blocks it reads besides the outputs."""
         return set(self.coordinates.spaces) - {"outputs"} | ({"features"} if self.ood is not None else set())
+
+    def rows_at_once(self, outputs: int, *, dense: bool) -> int:
+        process = self.process
+        if process.coupling is None or process.separable:
+            return CHUNK
+        return rows_that_fit((process.coupling.rank or outputs) * len(process.l_raw))
 
     def prepared(self) -> Tensor:  # (M, M)
         """W, computed anew when the parameters have changed."""
@@ -75,9 +87,9 @@ class FittedFMGP(Fitted):
             self._prepared = versions, self.process.prepare().detach()
         return self._prepared[1]
 
-    def predictive(self, outputs: Outputs, w: Tensor, *, covariance: bool = False) -> Predictive:
-        """The predictive distribution of some rows on this device, with W from `process.prepare()`."""
-        latent, scale = self.latent(outputs, w), None
+    def predictive(self, outputs: Outputs, w: Tensor | None = None, *, covariance: bool = False) -> Predictive:
+        """The predictive distribution of some rows on this device, with W, by default that of `prepared`."""
+        latent, scale = self.latent(outputs, self.prepared() if w is None else w), None
         if not isinstance(self.likelihood, Categorical):
             return self.likelihood.predictive(outputs.outputs, latent, covariance=covariance)
         if self.ood is not None:

@@ -203,7 +203,8 @@ def select_form(
     cautious = replace(CAUTIOUS, kl=config.kl or CAUTIOUS.kl)
     if rows < SELECTION.min_rows:
         return Selection(cautious, f"{rows:,} rows are too few to compare forms")
-    if int(job.targets.min()) == int(job.targets.max()):
+    labels = job.train.targets
+    if labels is not None and int(labels.min()) == int(labels.max()):
         return Selection(cautious, "one class alone is no basis to compare forms")
     augmented = isinstance(job.data, Augmented)
     learns_exponent = config.ood_strength is None and not augmented
@@ -288,7 +289,9 @@ def folds(job: Job, rows: Outputs, count: int, max_held_out: int | None = None) 
     for fold in order.tensor_split(count):
         held_out = fold[:max_held_out]
         others = torch.ones(len(rows), dtype=torch.bool, device=order.device).index_fill(0, held_out, False)
-        yield job.part(rows[others.nonzero().squeeze(-1)]), rows[held_out]
+        train = rows[others.nonzero().squeeze(-1)]
+        num_data = max(1, round(job.num_data * len(train) / len(job.train)))
+        yield replace(job, train=train, num_data=num_data, data=train, checkpoint=None), rows[held_out]
 
 
 def verdict(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from posthoc.base import CHUNK, TYPICAL_ROWS, FeatureConfig, Fitted, Job, Method, TrainingConfig, option, targets_of
+from posthoc.base import CHUNK, TYPICAL_ROWS, FeatureConfig, Fitted, Job, Method, TrainingConfig, option
 from posthoc.collect.outputs import Outputs
 from posthoc.fmgp.coordinates import Coordinates
 from posthoc.fmgp.inducing_points import kmeans
@@ -93,7 +93,7 @@ class GP(Method):
         require("gpytorch", "gp", "A Gaussian process")
 
     def _fit(self, job: Job) -> FittedGP:
-        fitted, view = self._untrained(job.train, self._home(job.train.outputs.device))
+        fitted, view = self._untrained(job.train, job.device)
         training = self.config.resolved(fitted.process.kind)
         size = len(view) if fitted.process.kind == "exact" else training.batch_size
 
@@ -117,7 +117,8 @@ class GP(Method):
 
         on, typical = self.config.on, train.spread(TYPICAL_ROWS).to(device)
         coordinates = Coordinates.of(typical, RBF(on=on), standardize=True)
-        center = columns(targets_of(typical)).mean(0) if self.config.mean == "zero" else None
+        assert typical.targets is not None
+        center = columns(typical.targets).mean(0) if self.config.mean == "zero" else None
         residual = with_prior(train.only(on), center)
         likelihood = self._start_likelihood(residual, device)
         view, outputs = PointView(residual, coordinates), train.outputs[0].numel()
@@ -130,16 +131,10 @@ class GP(Method):
             process = Sparse(kmeans(view, self.config.num_inducing, generator)[on].to(device), outputs)
         return FittedGP(process, coordinates, likelihood, center), view
 
-    def _rows_at_once(self) -> int:
-        assert isinstance(self._fitted, FittedGP)
-        points, _, outputs = self._fitted.process.shape
-        return min(super()._rows_at_once(), rows_that_fit(points * outputs))
-
-    def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
-        features = self.config.on == "features"
-        if features:
+    def _reads(self) -> tuple[str, ...]:
+        if self.config.on == "features":
             require_last_layer(self.backbone)
-        return features, not features
+        return (self.config.on,)
 
     def _blank(self, shapes: Mapping[str, Any]) -> FittedGP:
         from posthoc.methods.gp_processes import Exact, Sparse
@@ -165,6 +160,14 @@ class FittedGP(Fitted):
         shapes = {"kind": process.kind, "shape": list(process.shape)}
         super().__init__(likelihood, shapes, process=process, coordinates=coordinates, center=center)
         self.posterior: Posterior | None = None
+
+    @property
+    def reads(self) -> list[str]:  # type: ignore[override]
+        return self.coordinates.spaces
+
+    def rows_at_once(self, outputs: int, *, dense: bool) -> int:
+        points, _, _ = self.process.shape
+        return rows_that_fit(points * outputs)
 
     def predictive(self, outputs: Outputs, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows, in the user's units."""

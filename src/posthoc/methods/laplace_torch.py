@@ -115,7 +115,7 @@ class LaplaceTorch(NetworkMethod):
             likelihood.set_noise(noise)
         return FittedLaplaceTorch(likelihood, approximation)
 
-    def _predictor(self, fitted: FittedLaplaceTorch, *, covariance: bool) -> Callable[[Batch], Predictive]:
+    def _batch_predictor(self, fitted: FittedLaplaceTorch, *, covariance: bool) -> Callable[[Batch], Predictive]:
         def predict(batch: Batch) -> Predictive:
             outputs, x = self._answer(self.module, batch), one_tensor(batch)
             likelihood, width = fitted.likelihood.to(outputs.device), outputs.shape[1:].numel()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any, Self
 
-from posthoc.base import Fitted, Job, Method, ScoreConfig
+from posthoc.base import Fitted, Job, Method, Predictor, ScoreConfig
 from posthoc.collect.outputs import Outputs
 from posthoc.likelihoods.base import Likelihood
 from posthoc.predictive.base import Predictive
@@ -30,15 +29,15 @@ class LikelihoodOnly(Method):
     def _fit_likelihood(self, likelihood: Likelihood, job: Job) -> None:
         """Fits a copy of the method's likelihood in place."""
 
-    def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Outputs], Predictive]:
+    def _predictor(self, fitted: Any, *, covariance: bool) -> Predictor:
         def predict(outputs: Outputs) -> Predictive:
             fitted.to(outputs.outputs.device)
             return fitted.likelihood.predictive(outputs.outputs, ZeroLatent(outputs.outputs), covariance=covariance)
 
-        return predict
+        return Predictor(predict, self._rows_at_once())
 
-    def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
-        return False, False
+    def _reads(self) -> tuple[str, ...]:
+        return ()
 
 
 class MAP(LikelihoodOnly):

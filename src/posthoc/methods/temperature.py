@@ -50,6 +50,6 @@ class Temperature(LikelihoodOnly):
                 f"The predictions are {quality} on these data, so the temperature was limited to {1.0 / inverse:g}. "
                 "Fit on data that the network has not memorized, with labels in the order of its outputs.",
                 PosthocWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
         nn.init.constant_(likelihood.log_temperature, -math.log(inverse))

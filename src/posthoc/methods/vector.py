@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import Fitted, Job, ScoreConfig, SeedConfig, option, targets_of
+from posthoc.base import Fitted, Job, Predictor, ScoreConfig, SeedConfig, option
 from posthoc.collect.outputs import Outputs
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import blocks, limit_reached
@@ -89,15 +89,15 @@ class Vector(Temperature):
         nn.init.zeros_(likelihood.log_temperature)  # the scale contains it now
         return Fitted(likelihood, {"ridge": ridge}, scale=base.inverse * (1.0 + u), bias=base.size * v)
 
-    def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Outputs], Predictive]:
-        predict_scaled = super()._predictor(fitted, covariance=covariance)
+    def _predictor(self, fitted: Any, *, covariance: bool) -> Predictor:
+        plain = super()._predictor(fitted, covariance=covariance)
 
         def predict(outputs: Outputs) -> Predictive:
             fitted.to(outputs.outputs.device)
             scaled = fitted.scale * centered(outputs.outputs.double()) + fitted.bias
-            return predict_scaled(outputs.with_outputs(scaled.to(working_dtype(outputs.outputs))))
+            return plain.predict(outputs.with_outputs(scaled.to(working_dtype(outputs.outputs))))
 
-        return predict
+        return plain._replace(predict=predict)
 
     def _blank(self, shapes: Mapping[str, Any]) -> Fitted:
         zeros = torch.zeros(self._width or (), dtype=torch.float64)
@@ -118,7 +118,8 @@ class Base(NamedTuple):
 
     def blocks(self, rows: Outputs) -> Iterator[tuple[Tensor, Tensor]]:
         """z and the labels of consecutive rows, as many at a time as fit into memory."""
-        return ((self.inverse * centered(f), y) for f, y in blocks(rows.outputs, targets_of(rows)))
+        assert rows.targets is not None
+        return ((self.inverse * centered(f), y) for f, y in blocks(rows.outputs, rows.targets))
 
     def losses(self, rows: Outputs, departure: Tensor) -> Iterator[Tensor]:  # of ()
         """The negative log-likelihoods of consecutive blocks of rows."""

@@ -14,7 +14,6 @@ from posthoc.likelihoods.registry import make_likelihood
 from posthoc.methods.laplace.curvature import Form, require_room
 from posthoc.methods.laplace.last_layer import find_last_layer, require_last_layer
 from posthoc.methods.laplace.posterior import Posterior, fit_posterior, refine
-from posthoc.numerics import rows_that_fit
 
 __all__ = ["Laplace", "linearized"]
 
@@ -80,7 +79,7 @@ class Laplace(Method):
             raise OptionError(
                 'prior_precision="val" is chosen on validation data: give fit(..., val=...), or use "marglik".'
             )
-        train, device = job.train, self._home(job.train.outputs.device)
+        train, device = job.train, job.device
         if train.features is not None:
             outputs, features = train.outputs.shape[1:].numel(), train.features.shape[1] + 1
             classes = self._likelihood.task == "classification"
@@ -97,12 +96,9 @@ class Laplace(Method):
             refine(posterior, job.val.only("features"))
         return posterior
 
-    def _rows_at_once(self) -> int:
-        return min(super()._rows_at_once(), rows_that_fit(self.posterior.curvature.width))
-
-    def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
+    def _reads(self) -> tuple[str, ...]:
         require_last_layer(self.backbone)
-        return True, False
+        return ("features",)
 
     def _blank(self, shapes: Mapping[str, Any]) -> Posterior:
         return Posterior.blank(self._blank_likelihood(), shapes)

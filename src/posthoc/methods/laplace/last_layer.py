@@ -101,7 +101,7 @@ def solve(outputs: Outputs, home: torch.device) -> LastLayer:
             f"{rows} points are too few to find a last layer of {width} features, or to see whether the outputs are "
             "linear in them. Give the network, or more points.",
             PosthocWarning,
-            stacklevel=6,
+            stacklevel=5,
         )
     gram = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=home)
     cross = gram.new_zeros(width + 1, outputs.outputs.shape[1:].numel())

@@ -31,6 +31,8 @@ GRID = range(-6, 7)
 class Posterior(Fitted):
     """The curvature of the loss, the precision δ of the weights' prior, and the likelihood."""
 
+    reads = ("features",)
+
     def __init__(self, curvature: Curvature, likelihood: Likelihood, *, num_features: int, bias: bool) -> None:
         super().__init__(likelihood)
         self.curvature, self.num_features, self.bias = curvature, num_features, bias
@@ -46,6 +48,9 @@ class Posterior(Fitted):
         zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes["matrices"].items()}
         curvature: Curvature = Dense(**zeros) if "vectors" in zeros else Separable(**zeros)
         return cls(curvature, likelihood, num_features=shapes["num_features"], bias=shapes["bias"])
+
+    def rows_at_once(self, outputs: int, *, dense: bool) -> int:
+        return rows_that_fit(self.curvature.width)
 
     def predictive(self, outputs: Outputs, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from posthoc.base import FeatureConfig, Job, Method, SeedConfig, option
-from posthoc.collect import opened
 from posthoc.collect.loaders import Batch, iterate
 from posthoc.collect.network import Backbone, collect, evaluating, exclusive
-from posthoc.collect.outputs import Outputs
-from posthoc.errors import DataError, OptionError
+from posthoc.errors import OptionError
 from posthoc.fmgp.inducing_points import distinct
 from posthoc.likelihoods.base import Likelihood
 from posthoc.methods.laplace.last_layer import require_last_layer
@@ -71,18 +69,12 @@ class NTKMethod(Method):
                     f'{self.name} with weights="all" needs the network itself, an nn.Module, to differentiate. '
                     'With weights="last" it needs outputs and features alone.'
                 )
+            self.black_box, self.reads_again = False, True
             self.jacobian = Jacobian(self.backbone.module, self._likelihood.task)
 
     @abstractmethod
     def _tangent_features(self, tangents: Tensor, batch: Batch) -> Tensor:  # (N, D)
         """The features of a batch, from its Jacobians and tangents (K, P)."""
-
-    def _check_data(self, data: Any) -> None:
-        if self.config.weights == "all" and isinstance(data, Outputs | Iterator):
-            raise DataError(
-                f'{self.name} with weights="all" runs the network, more than once in a fit: give a DataLoader or '
-                'arrays, not outputs or an iterator. With weights="last" outputs and features are enough.'
-            )
 
     def _draw_pairs(self, points: int, outputs: int) -> Tensor:  # (M,)
         """Random pairs of a point and an output, as point * outputs + output."""
@@ -95,8 +87,8 @@ class NTKMethod(Method):
         Raises:
             OptionError: They would not fit into memory, with as many features of each point and output.
         """
-        self._check_data(job.val_data)
-        plain, points, outputs = super()._require_backbone(job.data), len(job.train), job.train.outputs[0].numel()
+        assert self.backbone is not None
+        plain, points, outputs = self.backbone, len(job.train), job.train.outputs[0].numel()
         pairs = self._draw_pairs(points, outputs).sort().values
         needed = ((len(pairs) + outputs) * self.jacobian.row_bytes + 8 * points * outputs * features) / 1e9
         if needed > self.config.max_gigabytes:
@@ -116,25 +108,19 @@ class NTKMethod(Method):
         backbone, parts = self._tangent_backbone(tangents), {"train": job.data, "val": job.val_data}
         for name, data in parts.items():
             if data is not None:
-                parts[name] = self._checked(collect(backbone, data, features=True, inputs=False), targets=True)
+                parts[name] = self._checked(collect(backbone, data, features=True, inputs=False))
         return replace(job, **parts)
 
     def _tangent_backbone(self, tangents: Tensor) -> TangentBackbone:
         assert self.backbone is not None
         return TangentBackbone(self.backbone, partial(self._tangent_features, tangents))
 
-    def _require_backbone(self, data: Any) -> Backbone:
-        if self.config.weights == "last" or self._fitted is None:
-            return super()._require_backbone(data)
-        return self._tangent_backbone(self._fitted.tangents)
+    def _predicting_backbone(self) -> Backbone:
+        last = self.config.weights == "last"
+        return super()._predicting_backbone() if last else self._tangent_backbone(self._fitted.tangents)
 
-    def _stream(self, data: Any, *, targets: bool = False) -> Generator[Outputs]:
-        data = opened(data)
-        if isinstance(data, Outputs):
-            self._check_data(data)
-        yield from super()._stream(data, targets=targets)
-
-    def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
-        if self.config.weights == "last":
-            require_last_layer(self.backbone)
-        return fitted or self.config.weights == "last", False
+    def _reads(self) -> tuple[str, ...]:
+        if self.config.weights == "all":  # their features are made after the fit has chosen tangents
+            return ()
+        require_last_layer(self.backbone)
+        return ("features",)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,7 +103,7 @@ class ELLA(NTKMethod):
 
     @torch.no_grad()
     def _fit(self, job: Job) -> FittedELLA:
-        device, most = self._home(job.train.outputs.device), self.config.num_features
+        device, most = job.device, self.config.num_features
         likelihood = self._start_likelihood(job.val if job.val is not None else job.train, device)
         if self.config.weights == "all":
             directions, classes = leading(self._draw_gradients(job, most)[0], most)[0], None
@@ -166,7 +165,7 @@ class ELLA(NTKMethod):
         ends = sorted({max(1, round(share * n)) for share in (STOPS if early_stop else STOPS[:1])})
         sums, total = {}, torch.zeros((), dtype=torch.float64)
         for start, end in pairwise([0, *ends]):
-            for rows in order[start:end].split(fitted.rows_at_once(train)):
+            for rows in order[start:end].split(fitted.rows_at_once(train.outputs[0].numel())):
                 total = total + fitted.gauss_newton(train[rows].to(fitted.device))
             sums[end] = total * (job.num_data / n)
         return sums
@@ -175,12 +174,9 @@ class ELLA(NTKMethod):
         """The prior precisions that are tried."""
         if self.config.prior_precision is not None:
             return [self.config.prior_precision]
-        some = train.spread(fitted.rows_at_once(train)).to(fitted.device)
+        some = train.spread(fitted.rows_at_once(train.outputs[0].numel())).to(fitted.device)
         size = float(fitted.features(some).square().sum(-1).mean())
         return [(size or 1.0) / prior for prior in PRIORS]
-
-    def _rows_at_once(self) -> int:
-        return min(super()._rows_at_once(), rows_that_fit(math.prod(self._width or ()) * len(self._fitted.factor)))
 
     def _tangent_features(self, tangents: Tensor, batch: Batch) -> Tensor:  # (N, C K)
         return self.jacobian.push(batch, tangents).flatten(1)
@@ -196,6 +192,7 @@ class ELLA(NTKMethod):
 class FittedELLA(Fitted):
     """Directions in the space of weights, and a root of the covariance of the weights along them."""
 
+    reads = ("features",)
     tangents: Tensor  # (K, P)
     classes: Tensor | None  # (K,), the output of each direction of a last layer
     factor: Tensor  # (K, K)
@@ -214,8 +211,8 @@ class FittedELLA(Fitted):
             rows_used=zero.long(),
         )
 
-    def rows_at_once(self, outputs: Outputs) -> int:
-        return rows_that_fit(outputs.outputs[0].numel() * len(self.factor))
+    def rows_at_once(self, outputs: int, *, dense: bool = False) -> int:
+        return rows_that_fit(outputs * len(self.factor))
 
     def features(self, part: Outputs) -> Tensor:  # (N, C, K)
         """J(x) along the directions, in the units of training."""
@@ -269,7 +266,7 @@ def best_on(
     work = len(spectra) * len(grid) * val.outputs[0].numel() * len(fitted.factor)
     some = val.spread(max(1000, WORK // work))
     scores: dict[tuple[int, float, float], float] = defaultdict(float)
-    size = fitted.rows_at_once(some)
+    size = fitted.rows_at_once(some.outputs[0].numel())
     for start in range(0, len(some), size):
         part = some[start : start + size].to(fitted.device)
         phi = fitted.features(part)

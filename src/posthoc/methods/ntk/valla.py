@@ -34,7 +34,6 @@ from posthoc.methods.laplace.last_layer import find_last_layer
 from posthoc.methods.ntk.base import NTKConfig, NTKMethod
 from posthoc.methods.ntk.ntk import LastLayerNTK, products
 from posthoc.numerics import rows_that_fit
-from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import DenseLatent, Latent
 from posthoc.training import History, Ranks
 from posthoc.validation import choice
@@ -116,7 +115,7 @@ class VaLLA(NTKMethod):
     def _fit(self, job: Job) -> FittedVaLLA:
         if self._likelihood.draws and not Ranks().alone:
             raise OptionError('Monte Carlo training draws in one process: use training="pairwise" with several.')
-        likelihood, tangents = self._start_likelihood(job.train, self._home(job.train.outputs.device)), None
+        likelihood, tangents = self._start_likelihood(job.train, job.device), None
         if self.config.weights == "all":
             tangents = self._draw_gradients(job, self.config.num_inducing + job.train.outputs[0].numel())
             job = self._with_features(job, tangents[0])
@@ -162,10 +161,6 @@ class VaLLA(NTKMethod):
         kernel.requires_grad_(config.prior_precision is None)
         return FittedVaLLA(process, coordinates, likelihood, gradients=gradients)
 
-    def _rows_at_once(self) -> int:
-        outputs = math.prod(self._width or ()) if self.config.weights == "all" or self._dense(False) else 1
-        return min(super()._rows_at_once(), rows_that_fit(outputs * len(self._fitted.process.l_raw)))
-
     def _tangent_features(self, tangents: Tensor, batch: Batch) -> Tensor:  # (N, C M + C C)
         """The tangent kernel for a prior variance of one, between a point's outputs and the inducing points, and among
         those outputs."""
@@ -195,8 +190,9 @@ class FittedVaLLA(FittedFMGP):
         self.register_buffer("tangents", gradients)  # (M, P)
         self.tangents: Tensor
 
-    def predictive(self, outputs: Outputs, w: Tensor | None = None, *, covariance: bool = False) -> Predictive:
-        return super().predictive(outputs, self.prepared() if w is None else w, covariance=covariance)
+    def rows_at_once(self, outputs: int, *, dense: bool) -> int:
+        expanded = outputs if dense or self.tangents is not None else 1
+        return rows_that_fit(expanded * len(self.process.l_raw))
 
 
 class TangentProcess(Process):

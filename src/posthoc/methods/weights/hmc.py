@@ -108,7 +108,7 @@ class HMC(DrawingMethod):
                 f"are worth {diagnostics['ess']:.0f} independent ones, {sum(diagnostics['divergences'])} diverged. Use "
                 "more warmup and samples, or a greater max_tree_depth.",
                 PosthocWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         if noise is not None:
             assert isinstance(likelihood, Gaussian)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.base import CHUNK, Fitted, Job, Method, TrainingConfig, require_finite_prediction
-from posthoc.collect import opened
 from posthoc.collect.class_scores import as_logits
-from posthoc.collect.loaders import Batch, arrays, is_arrays, iterate, move, row_count, take, tensors_of
+from posthoc.collect.loaders import Batch, is_arrays, iterate, move, row_count, take, tensors_of
 from posthoc.collect.network import Backbone, evaluating, exclusive, run_network
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
@@ -34,10 +33,11 @@ class NetworkMethod(Method):
     """A method that needs an `nn.Module`, not only its outputs.
 
     A subclass fits on the batches of `_batches(job.data)` (`job.train` holds the network's outputs on them). Its
-    `_predictor` maps a `Batch` to predictions. It runs the network by `_answer`.
+    `_batch_predictor` maps a `Batch` to predictions. It runs the network by `_answer`.
     """
 
     black_box = False
+    reads_again = True
     backbone: Backbone
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
@@ -46,12 +46,6 @@ class NetworkMethod(Method):
             raise OptionError(f"{self.name} needs the network itself, an nn.Module, got {found}. {ADVICE}")
         super().__init__(model, likelihood, **options)
         self.module = model
-
-    def _check_data(self, data: Any) -> None:
-        if isinstance(data, Outputs):
-            raise DataError(f"{self.name} runs the network: give a DataLoader or a pair of arrays. {ADVICE}")
-        if isinstance(data, Iterator):
-            raise DataError(f"{self.name} reads the data more than once: give a DataLoader or arrays, no iterator.")
 
     def _batches(self, data: Any, size: int = 256) -> Iterator[Batch]:
         """The batches of data on the network's device; raises where inputs are not finite."""
@@ -75,10 +69,8 @@ class NetworkMethod(Method):
     def _predictions(
         self, data: Any, *, covariance: bool = False, targets: bool = False
     ) -> Generator[tuple[Predictive, Outputs]]:
-        self._require_fitted("predict")
-        data = arrays(opened(data))
-        self._check_data(data if isinstance(data, Outputs) else None)
-        predict = self._predictor(self._fitted, covariance=covariance)
+        predict = self._batch_predictor(self._require_fitted("predict"), covariance=covariance)
+        data = self._read(data, once=True)
         one_batch = not targets and is_arrays(data)
         with evaluating(self.module):
             for batch in self._batches([data] if one_batch else data, CHUNK):
@@ -88,14 +80,14 @@ class NetworkMethod(Method):
                 if not len(predictive):
                     continue
                 part = Outputs.trusted(outputs=predictive.latent.mean, targets=batch.target)
-                yield predictive, self._to_predict(part, targets=targets)
+                yield predictive, self._checked(part, width=self._width, targets=targets)
 
     @abstractmethod
-    def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Batch], Predictive]:
+    def _batch_predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Batch], Predictive]:
         """A function from a batch to predictions, called while the network is in eval mode and without gradients."""
 
-    def _needs(self, *, fitted: bool) -> tuple[bool, bool]:
-        return False, False
+    def _reads(self) -> tuple[str, ...]:
+        return ()
 
 
 class DrawingMethod(NetworkMethod):
@@ -116,7 +108,7 @@ class DrawingMethod(NetworkMethod):
     def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
         """The outputs of several functions, the same functions for every batch."""
 
-    def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Batch], Predictive]:
+    def _batch_predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Batch], Predictive]:
         def predict(batch: Batch) -> Predictive:
             draws = self._draws(fitted, batch)
             return fitted.likelihood.to(draws.device).predictive_from_draws(draws, covariance=covariance)
@@ -126,7 +118,8 @@ class DrawingMethod(NetworkMethod):
     def _start(self, job: Job) -> Likelihood:
         """A likelihood in the units of the data, without temperature and with noise of the residuals' size."""
         likelihood = copy.deepcopy(self._likelihood).to(job.train.outputs.device)
-        likelihood.initialize(job.train.outputs, job.targets)
+        assert job.train.targets is not None
+        likelihood.initialize(job.train.outputs, job.train.targets)
         likelihood.reset()
         return likelihood
 
@@ -137,7 +130,6 @@ class DrawingMethod(NetworkMethod):
         if not isinstance(likelihood, Gaussian):
             return
         data = job.val_data if job.val_data is not None else job.data
-        self._check_data(data)
         unit, parts = likelihood.scale.square(), []
         with evaluating(self.module), exclusive(self.module):
             for batch in self._batches(data):

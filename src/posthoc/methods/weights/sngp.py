@@ -218,9 +218,9 @@ class SNGP(FinetunedMethod):
         calls, outputs = self._run(fitted.network, fitted.network.get_submodule(f"{self._last}.1"), batch)
         return calls[0].double() @ fitted.basis, outputs
 
-    def _predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Batch], Predictive]:
+    def _batch_predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Batch], Predictive]:
         if self.config.prediction == "monte_carlo":
-            return super()._predictor(fitted, covariance=covariance)
+            return super()._batch_predictor(fitted, covariance=covariance)
         likelihood = copy.deepcopy(fitted.likelihood).to(self.backbone.device)
         unit = likelihood.scale.square() if isinstance(likelihood, Gaussian) else 1.0
         if isinstance(likelihood, Categorical):
