@@ -72,7 +72,7 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def eval(self, expression: str) -> Any:
-        """The value of an expression in the page, or what it promises, in what JSON knows."""
+        """The value of an expression in the page, or of its promise, in JSON's types."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise RuntimeError(found["exceptionDetails"]["exception"]["description"])

@@ -147,7 +147,7 @@ def test_means_places_and_missing_figures_are_in_the_table(tmp_path):
     for seed, nll in enumerate((0.5, 0.6, 0.7)):
         write(tmp_path, document(seed=seed, metrics={"nll": nll, "ece": 0.25}))
     write(tmp_path, document(method="fmgp", metrics={"nll": 0.25}))
-    write(tmp_path, document(method="ella", metrics={"nll": None}, problem="not a finite number: nll"))
+    write(tmp_path, document(method="ella", metrics={"nll": None}))
     tree = Tree(page_of(tmp_path))
     assert [attrs["data-v"] for attrs in tree.all("td", **{"class": "best"})] == ["0.25"]
     assert tree.all("td", **{"class": "second"})[0]["data-v"] == repr((0.5 + 0.6 + 0.7) / 3)
@@ -278,7 +278,6 @@ def test_the_command_writes_the_page_and_says_what_is_wrong(tmp_path):
     over = run(tmp_path / "results", "-o", tmp_path / "results" / "broken.json", "--force")
     assert "than the input" in str(over.exception)
     (tmp_path / "empty").mkdir()
-    for line in ((out, "--force"), (tmp_path / "absent" / "report.html",)):
-        assert isinstance(run(tmp_path / "empty", "-o", *line).exception, FileError)
+    assert isinstance(run(tmp_path / "empty", "-o", out, "--force").exception, FileError)
     assert out.read_text() == page
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "report.html", "results"]
