@@ -211,7 +211,7 @@ def test_pictures_are_those_of_the_best_method(tmp_path):
 
 
 def test_strange_curves_can_be_drawn(tmp_path):
-    curves = regression_curves(np.random.default_rng(0), 1.0)
+    curves = regression_curves(np.random.default_rng(0))
     curves["error_bars"]["high"][:2] = [1e300, None]
     curves["risk_coverage"]["risk"] = [5.0] * 50
     curves["lines"] = {"severity": {"x": [1.0], "nll": [1e-9]}, "all": {"x": [1, 2], "nll": [None, None]}}
