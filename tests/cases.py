@@ -55,6 +55,21 @@ class AnyWidth(nn.Module):
         return out
 
 
+class Attentive(nn.Module):
+    """A transformer layer between an embedding of tokens and a linear layer that share their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 6, batch_first=True)
+        self.tied = nn.Linear(8, 5)
+        self.tied.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.tied(self.block(self.embedding(tokens)).mean(1))
+        return out
+
+
 def inputs(n: int = N, *, dtype: torch.dtype = torch.float32, seed: int = 2) -> Tensor:
     return torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

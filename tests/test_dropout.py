@@ -12,10 +12,9 @@ from scipy.stats import norm
 from torch import Tensor, nn
 
 from posthoc import Categorical, Gaussian, OptionError
-from posthoc.likelihoods.base import Likelihood
 from posthoc.methods import Dropout
 from posthoc.methods.weights.network import likeliest_noise
-from tests.cases import WIDTH, Noisy, answers, in_eval, inputs, labels, same, values
+from tests.cases import WIDTH, Attentive, Noisy, answers, in_eval, inputs, labels, same, values
 
 S, N, C = 7, 5, 3
 
@@ -33,16 +32,9 @@ def gaussian(width: int = C) -> Gaussian:
     return likelihood
 
 
-def categorical(temperature: float = 1.0) -> Categorical:
-    return Categorical(temperature=temperature)
-
-
-# A predictive from draws.
-
-
 def test_probabilities_are_averages_of_softmaxes():
     draws = drawn(S, N, C)
-    pred = categorical(2.0).predictive_from_draws(draws)
+    pred = Categorical(2.0).predictive_from_draws(draws)
     p = np.exp(draws.numpy() / 2.0)
     expected = (p / p.sum(-1, keepdims=True)).mean(0)
     np.testing.assert_allclose(pred.probs.numpy(), expected, rtol=1e-12)
@@ -55,7 +47,7 @@ def test_probabilities_are_averages_of_softmaxes():
 def test_moments_are_those_of_the_draws(task):
     draws = drawn(S, N, C)
     classes = task == "classification"
-    pred = (categorical() if classes else gaussian()).predictive_from_draws(draws, covariance=True)
+    pred = (Categorical(1.0) if classes else gaussian()).predictive_from_draws(draws, covariance=True)
     noise = np.zeros(C) if classes else 0.5 * np.array([2.0, 4.0, 6.0]) ** 2
     spread = pred.latent if classes else pred
     np.testing.assert_allclose(pred.latent.mean, draws.numpy().mean(0))
@@ -63,24 +55,24 @@ def test_moments_are_those_of_the_draws(task):
     for n in range(N):
         expected = np.cov(draws[:, n].numpy(), rowvar=False, bias=True) + np.diag(noise)
         np.testing.assert_allclose(spread.covariance[n], expected, rtol=1e-6, atol=1e-12)
-    without = (categorical() if classes else gaussian()).predictive_from_draws(draws)
+    without = (Categorical(1.0) if classes else gaussian()).predictive_from_draws(draws)
     with pytest.raises(OptionError, match="covariance=True"):
         _ = without.latent.covariance
 
 
 def test_mutual_information_is_entropy_less_the_mean_entropy():
     draws = 2.0 * drawn(S, N, C)
-    pred = categorical(0.7).predictive_from_draws(draws)
+    pred = Categorical(0.7).predictive_from_draws(draws)
     p = torch.softmax(draws / 0.7, -1).numpy()
     entropy = lambda q: -(q * np.log(q)).sum(-1)  # noqa: E731
     np.testing.assert_allclose(pred.mutual_information(), entropy(p.mean(0)) - entropy(p).mean(0), rtol=1e-9)
-    agreed = categorical().predictive_from_draws(draws[:1].expand(S, -1, -1))
+    agreed = Categorical(1.0).predictive_from_draws(draws[:1].expand(S, -1, -1))
     np.testing.assert_allclose(agreed.mutual_information(), 0.0, atol=1e-12)
 
 
 def test_samples_are_whole_functions():
     draws = drawn(S, N, C)
-    some = categorical().predictive_from_draws(draws).latent.sample(700, torch.Generator().manual_seed(1))
+    some = Categorical(1.0).predictive_from_draws(draws).latent.sample(700, torch.Generator().manual_seed(1))
     which = [[torch.equal(f, draw) for draw in draws].index(True) for f in some]  # the same draw for every row
     count = Counter(which)
     assert set(count) == set(range(S))
@@ -98,40 +90,27 @@ def test_samples_of_a_regression_have_noise_around_the_functions():
         pred.sample(0)
 
 
-@pytest.mark.parametrize("likelihood", [categorical(2.0), gaussian()])
-def test_rows_batches_and_devices(likelihood: Likelihood):
+@pytest.mark.parametrize("likelihood", [Categorical(2.0), gaussian()])
+def test_rows_batches_and_devices(likelihood):
     draws = drawn(S, N, C)
     whole = likelihood.predictive_from_draws(draws, covariance=True)
     parts = [likelihood.predictive_from_draws(draws[:, rows], covariance=True) for rows in (slice(0, 2), slice(2, N))]
     joined = type(whole).cat(parts)
     assert same(answers(joined), answers(whole))
-    assert torch.equal(
-        joined.sample(3, torch.Generator().manual_seed(0)), whole.sample(3, torch.Generator().manual_seed(0))
-    )
-    row = whole[3]
-    assert row.latent.draws is not None
-    assert row.latent.draws.shape == (1, S, C)
-    assert torch.equal(row.latent.draws[0], draws[:, 3])
-    assert torch.equal(row.latent.covariance, whole.latent.covariance[3:4])
-    moved = whole.to("meta")
-    assert moved.latent.draws is not None
-    assert moved.latent.draws.device.type == moved.latent.mean.device.type == "meta"
+    samples = (pred.sample(3, torch.Generator().manual_seed(0)) for pred in (joined, whole))
+    assert torch.equal(*samples)
+    assert torch.equal(whole[3].latent.draws, draws[:, 3][None])
+    assert torch.equal(whole[3].latent.covariance, whole.latent.covariance[3:4])
+    moved = whole.to("meta").latent
+    assert moved.draws.device.type == moved.mean.device.type == "meta"
 
 
 def test_half_precision_is_worked_out_in_more():
     draws = (1000.0 + drawn(S, N, C)).to(torch.float16)
-    pred = categorical().predictive_from_draws(draws)
-    assert (
-        pred.latent.mean.dtype
-        == pred.latent.variance.dtype
-        == pred.log_probs.dtype
-        == pred.latent.draws.dtype
-        == torch.float32
-    )
+    pred = Categorical(1.0).predictive_from_draws(draws)
+    found = (pred.latent.mean, pred.latent.variance, pred.log_probs, pred.latent.draws)
+    assert {tensor.dtype for tensor in found} == {torch.float32}
     np.testing.assert_allclose(pred.latent.variance, draws.double().numpy().var(0), rtol=1e-5)
-
-
-# The noise.
 
 
 def test_noise_is_the_likeliest():
@@ -145,11 +124,8 @@ def test_noise_is_the_likeliest():
     best = minimize_scalar(nll, bounds=(1e-3, 10.0), method="bounded", options={"xatol": 1e-9})
     assert found == pytest.approx(best.x, rel=1e-5)
     assert found != pytest.approx(float((residual.square() - spread).mean()), rel=1e-2)  # which is easier, and worse
-
-
-def test_noise_is_never_gone():
-    residual, spread = drawn(50, 2), torch.full((50, 2), 100.0)
-    torch.testing.assert_close(likeliest_noise(residual.square(), spread), 0.01 * residual.square().mean(0))
+    wide = torch.full_like(spread, 100.0)  # no noise is left, but the least is kept
+    torch.testing.assert_close(likeliest_noise(residual.square(), wide), 0.01 * residual.square().mean(0))
 
 
 @pytest.mark.parametrize("form", ["shared", "per_output"])
@@ -159,15 +135,9 @@ def test_a_fit_finds_what_dropout_does_not_explain(form):
     method = Dropout(model, Gaussian(form), samples=200).fit((x, y))
     pred = method.predict(x)
     square, spread = (pred.mean - y).double().square(), pred.latent_variance.double()
-    unit = method.likelihood.scale.square()
-    if form == "shared":
-        expected = likeliest_noise((square / unit).reshape(-1, 1), (spread / unit).reshape(-1, 1)) * unit
-    else:
-        expected = likeliest_noise(square, spread)
+    unit, width = method.likelihood.scale.square(), 1 if form == "shared" else 2
+    expected = likeliest_noise((square / unit).reshape(-1, width), (spread / unit).reshape(-1, width)) * unit
     torch.testing.assert_close(pred.noise[0].double(), expected, rtol=1e-4, atol=0)
-
-
-# MC dropout.
 
 
 def test_mean_and_variance_are_those_of_dropout():
@@ -181,17 +151,6 @@ def test_mean_and_variance_are_those_of_dropout():
     )
 
 
-class Attentive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True)
-        self.body, self.last = nn.TransformerEncoder(layer, 1), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.body(x[:, :, None].expand(-1, -1, 4)).mean(1))
-        return out
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -202,11 +161,11 @@ class Recurrent(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("kind", [Noisy, Attentive, Recurrent])
-def test_dropout_is_on_wherever_it_is_in_a_network(kind):
-    model = kind() if kind is not Noisy else Noisy(2)
+@pytest.mark.parametrize("model", [Noisy(2), Attentive(), Recurrent()])
+def test_dropout_is_on_wherever_it_is_in_a_network(model):
     fast = torch.backends.mha.get_fastpath_enabled()
-    pred = Dropout(model, "classification", samples=10).fit((inputs(), labels(classes=2))).predict(inputs())
+    x = inputs() if not isinstance(model, Attentive) else torch.arange(120).reshape(30, 4) % 5
+    pred = Dropout(model, "classification", samples=10).fit((x, labels(classes=2))).predict(x)
     assert (pred.latent.variance > 0).any(-1).all()
     assert torch.backends.mha.get_fastpath_enabled() == fast
 
@@ -214,8 +173,6 @@ def test_dropout_is_on_wherever_it_is_in_a_network(kind):
 def test_nothing_but_dropout_is_on():
     """BatchNorm keeps its statistics: with dropout that drops next to nothing the network answers as in eval mode."""
     model = Noisy(2)
-    dropout = model.body.get_submodule("3")
-    assert isinstance(dropout, nn.Dropout)
-    dropout.p = 1e-7
+    model.body[3].p = 1e-7
     pred = Dropout(model, "classification", samples=3).fit((inputs(), labels(classes=2))).predict(inputs())
     torch.testing.assert_close(pred.latent.mean, in_eval(model, inputs()))

@@ -15,10 +15,12 @@ from posthoc.errors import DataError, FileError, MissingExtraError, OptionError,
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.hmc import HMC, MAX_NOISE, WeightPosterior, agreement
-from tests.cases import Noisy, inputs, labels, mlp, values
+from tests.cases import inputs, labels, mlp, values
 
 D = torch.float64
 QUICK = {"samples": 5, "warmup": 5, "chains": 2, "max_tree_depth": 2, "max_r_hat": None}
+
+LONG = {"samples": 250, "warmup": 60, "max_tree_depth": 4}
 
 
 def linear(outputs: int = 1, width: int = 2, seed: int = 1) -> nn.Linear:
@@ -58,12 +60,8 @@ def test_the_energy_is_minus_the_log_density():
     x, y = line()
     likelihood = Gaussian("per_output")
     likelihood.initialize(torch.zeros_like(y), y)
-    posterior = WeightPosterior(
-        answer=lambda w, batch: batch.args[0] @ w[:, None],
-        data=[(Batch((x,), {}, None), y)],
-        likelihood=likelihood,
-        prior_precision=1 / 0.3**2,
-    )
+    data = [(Batch((x,), {}, None), y)]
+    posterior = WeightPosterior(lambda w, batch: batch.args[0] @ w[:, None], data, likelihood, 1 / 0.3**2)
 
     def energy(w: Tensor, u: Tensor) -> Tensor:
         variance = posterior.noise(u) * likelihood.scale.square()
@@ -82,8 +80,7 @@ def test_the_energy_is_minus_the_log_density():
 def test_linear_regression_is_the_closed_form():
     x, y = line()
     network = linear()
-    method = HMC(network, "regression", samples=250, warmup=60, chains=2, prior_precision=1 / 0.8**2, max_tree_depth=4)
-    method.fit((x, y))
+    method = HMC(network, "regression", **LONG, prior_precision=1 / 0.8**2).fit((x, y))
     with torch.no_grad():
         error = float((network(x) - y).square().mean())
     exact = Conjugate(x, y, 0.8, MAX_NOISE * max(float(y.var(unbiased=False)), error))
@@ -112,10 +109,7 @@ def test_classification_is_the_sum_over_a_grid():
     g = torch.Generator().manual_seed(3)
     x = torch.randn(15, 1, generator=g, dtype=D)
     y = (x[:, 0] + 0.5 * torch.randn(15, generator=g, dtype=D) > 0).long()
-    method = HMC(
-        linear(2, width=1), "classification", samples=250, warmup=60, prior_precision=1 / 1.5**2, max_tree_depth=4
-    )
-    method.fit((x, y))
+    method = HMC(linear(2, width=1), "classification", **LONG, prior_precision=1 / 1.5**2).fit((x, y))
     axis = torch.linspace(-8.0, 8.0, 161, dtype=D)
     a, b = torch.meshgrid(axis, axis, indexing="ij")
     weights = torch.stack([a.reshape(-1), b.reshape(-1)], -1)  # (K, 2)
@@ -133,20 +127,20 @@ def test_classification_is_the_sum_over_a_grid():
     torch.testing.assert_close(method.predict(t).probs, expected, rtol=0, atol=0.04)
 
 
-def test_r_hat_and_ess_know_good_chains_from_bad():
-    g = torch.Generator().manual_seed(0)
-    independent = torch.randn(3, 300, 2, generator=g, dtype=D)
-    r_hat, ess = agreement(independent)
-    assert r_hat < 1.02
-    assert 500 < ess < 1800
-    apart = independent + 3.0 * torch.arange(3, dtype=D)[:, None, None]
-    assert agreement(apart)[0] > 2.0
-    slow = independent.cumsum(1)
-    assert agreement(slow)[1] < 30
-    assert agreement(torch.ones(2, 10, 1, dtype=D))[0] == math.inf
+def test_loaders_and_num_data_have_the_posterior_of_arrays():
+    (x, y), loader = line(), DataLoader(TensorDataset(*line()), batch_size=7)
+
+    def drawn(data, **options):
+        return HMC(linear(), "regression", **QUICK).fit(data, **options)._fitted.weights
+
+    torch.testing.assert_close(drawn((x, y)), drawn(loader))
+    torch.testing.assert_close(drawn((torch.cat([x, x]), torch.cat([y, y]))), drawn((x, y), num_data=50))
 
 
-def test_chains_that_do_not_agree_are_doubted():
+def test_a_warning_where_chains_do_not_agree():
+    independent = torch.randn(3, 300, 2, generator=torch.Generator().manual_seed(0), dtype=D)
+    assert agreement(independent)[0] < 1.02 < 2.0 < agreement(independent + 3.0 * torch.arange(3)[:, None, None])[0]
+    assert agreement(torch.ones(2, 10, 1, dtype=D))[0] == math.inf  # chains that never moved
     x, y = line()
     method = HMC(linear(), "regression", samples=4, warmup=1, chains=3, max_tree_depth=1)
     with pytest.warns(PosthocWarning, match="R-hat is .* max_tree_depth"):
@@ -154,24 +148,9 @@ def test_chains_that_do_not_agree_are_doubted():
     assert method.fitted
 
 
-def test_loaders_and_arrays_have_the_same_posterior():
-    x, y = line()
-    loader = DataLoader(TensorDataset(x, y), batch_size=7)
-    whole, parts = (HMC(linear(), "regression", **QUICK).fit(data)._fitted.weights for data in ((x, y), loader))
-    torch.testing.assert_close(whole, parts)
-
-
-def test_num_data_counts_points_more_than_once():
-    x, y = line()
-    once = HMC(linear(), "regression", **QUICK).fit((torch.cat([x, x]), torch.cat([y, y])))._fitted.weights
-    twice = HMC(linear(), "regression", **QUICK).fit((x, y), num_data=50)._fitted.weights
-    torch.testing.assert_close(once, twice)
-
-
 def test_frozen_weights_stay(tmp_path):
     model, x, y = mlp(2), inputs(), values(outputs=2)
-    for parameter in model[0].parameters():
-        parameter.requires_grad_(False)
+    model[0].requires_grad_(False)
     method = HMC(model, Gaussian("per_output"), **QUICK).fit((x, y))
     assert method._fitted.metadata["names"] == ["2.weight", "2.bias"]
     assert method._fitted.weights.shape == (10, 14)
@@ -181,28 +160,13 @@ def test_frozen_weights_stay(tmp_path):
         expected = torch.stack([hidden @ w[:12].view(2, 6).mT + w[12:] for w in method._fitted.weights]).mean(0)
     pred = method.predict(x)
     torch.testing.assert_close(pred.latent.mean, expected)
-    # What was frozen then need not be frozen now.
+    # A network may be loaded with other weights frozen.
     method.save(tmp_path / "head.safetensors")
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    again = HMC.load(tmp_path / "head.safetensors", model=model)
+    again = HMC.load(tmp_path / "head.safetensors", model=model.requires_grad_(True))
     assert torch.equal(again.predict(x).latent.variance, pred.latent.variance)
     assert again.diagnostics == method.diagnostics
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
     with pytest.raises(OptionError, match="requires_grad_"):
-        HMC(model, "regression").fit((x, y))
-
-
-def test_a_network_with_buffers_is_left_alone():
-    model, x, y = Noisy(3), inputs(), labels()
-    model.train()
-    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.random.get_rng_state()
-    HMC(model, "classification", **QUICK).fit((x, y)).predict(x)
-    assert model.training
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert all(p.requires_grad and p.grad is None for p in model.parameters())
-    assert torch.equal(torch.random.get_rng_state(), state)
+        HMC(model.requires_grad_(False), "regression").fit((x, y))
 
 
 def test_a_fixed_temperature_is_used():
