@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from posthoc import Outputs
+from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import join
+from posthoc.collect.to_folder import collect_to_folder
 from posthoc.integrations.models import Plan, Predictor, open_predictor
+from posthoc.integrations.transforms import PLAIN, Collate
 
 SIDE, CLASSES, FEATURES = 8, 3, 4
 NET, TRANSFORM = "tests.collecting_cases:tiny_net", "tests.collecting_cases:centred"
@@ -118,6 +121,13 @@ def outputs(predictor: Predictor, inputs: list[Any]) -> Outputs:
     batch = predictor.collate([(value, None) for value in inputs])
     with predictor.backbone.reading(features=True, inputs=False) as read:
         return join(list(read([batch])))
+
+
+def collected(data: Any, folder: Path, **options: Any) -> Outputs:
+    """The small network's outputs for rows of data, in a folder."""
+    backbone, collate = Backbone(TinyNet(), None, None), Collate(PLAIN, torch.float32)
+    options = {"identity": data.identity, "batch_size": 4, **options}
+    return collect_to_folder(backbone, data, folder, collate=collate, **options)
 
 
 def image_folder(folder: Path, rows: int) -> Tensor:

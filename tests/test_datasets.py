@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,8 @@ import pytest
 import torch
 
 from posthoc import DataError, FileError, OptionError
-from posthoc.collect.network import Backbone
-from posthoc.collect.to_folder import collect_to_folder
-from posthoc.integrations.datasets import Rows, open_data
-from posthoc.integrations.transforms import PLAIN, Collate
-from tests.collecting_cases import TinyNet, assert_close, expected, image_folder, images, png, raw, write_parquet
+from posthoc.integrations.datasets import open_data
+from tests.collecting_cases import assert_close, collected, expected, image_folder, images, png, raw, write_parquet
 
 ROWS = 11
 
@@ -26,18 +22,6 @@ def cache(tmp_path_factory, monkeypatch):
     """The folder where the library `datasets` keeps the tables it has converted."""
     if find_spec("datasets"):
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
-
-
-def collected(data: Rows, folder: Path, **options: Any) -> Any:
-    return collect_to_folder(
-        Backbone(TinyNet(), None, None),
-        data,
-        folder,
-        identity=data.identity,
-        collate=Collate(PLAIN, torch.float32),
-        batch_size=4,
-        **options,
-    )
 
 
 # Folders of images

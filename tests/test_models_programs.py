@@ -28,7 +28,7 @@ def programs(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["scripted.ts", "traced.pt", "exported.pt2"])
+@pytest.mark.parametrize("name", ["scripted.ts", "traced.pt", "named.ts", "exported.pt2"])
 def test_programs_return_what_the_network_returns(programs, name):
     opened = predictor(str(programs / name), trust_code=True)
     for inputs in (images(ROWS), list(raw(ROWS).double().numpy())):  # real numbers are cast to the network's dtype
@@ -36,40 +36,34 @@ def test_programs_return_what_the_network_returns(programs, name):
     assert opened.identity["predictor"] == name
 
 
-def test_an_exported_program_has_its_layers(programs):
-    opened = predictor(str(programs / "exported.pt2"), layer="pool", trust_code=True)
-    assert_close(outputs(opened, images(ROWS)), expected(raw(ROWS)), "outputs", "features")
-    with pytest.raises(LayerError, match=r"The layers are: .*pool"):
-        predictor(str(programs / "exported.pt2"), layer="nowhere", trust_code=True)
-
-
-def test_torchscript_gives_features_by_name(programs):
-    opened = predictor(str(programs / "named.ts"), layer="pooled", trust_code=True)
-    assert_close(outputs(opened, images(ROWS)), expected(raw(ROWS)), "outputs", "features")
-    assert opened.identity["layer"] == "pooled"
-    assert_close(
-        outputs(predictor(str(programs / "named.ts"), trust_code=True), images(ROWS)),
-        expected(raw(ROWS)),
-        "outputs",
-    )
-    pair = predictor(str(programs / "pair.ts"), layer="0", trust_code=True)
-    assert_close(outputs(pair, images(ROWS)), expected(raw(ROWS)), "outputs", "features")
-    for name, returned in [("named.ts", "logits, pooled"), ("scripted.ts", "0"), ("pair.ts", "0, 1")]:
-        with pytest.raises(LayerError, match=f"It returns: {returned}"):
-            outputs(predictor(str(programs / name), layer="conv", trust_code=True), images(ROWS))
+@pytest.mark.parametrize(
+    ("name", "layer", "message"),
+    [
+        ("exported.pt2", "pool", r"The layers are: .*pool"),
+        ("named.ts", "pooled", "It returns: logits, pooled"),
+        ("pair.ts", "0", "It returns: 0, 1"),
+        ("scripted.ts", None, "It returns: 0"),
+    ],
+)
+def test_programs_give_features_by_name(programs, name, layer, message):
+    opened = predictor(str(programs / name), layer=layer, trust_code=True)
+    assert_close(outputs(opened, images(ROWS)), expected(raw(ROWS)), "outputs", *(["features"] if layer else []))
+    assert opened.identity["layer"] == layer
+    with pytest.raises(LayerError, match=message):
+        outputs(predictor(str(programs / name), layer="nowhere", trust_code=True), images(ROWS))
 
 
 def test_a_program_is_known_by_its_bytes(programs, tmp_path):
-    digests = []
-    for name in ("scripted.ts", "exported.pt2"):
-        copy = tmp_path / name
-        copy.write_bytes((programs / name).read_bytes())
-        digests += [predictor(str(path), trust_code=True).identity["network"] for path in (programs / name, copy)]
+    def mark(path: Path) -> str:
+        return predictor(str(path), trust_code=True).identity["network"]
+
+    (tmp_path / "copy.ts").write_bytes((programs / "scripted.ts").read_bytes())
     torch.jit.script(TinyNet(seed=1)).save(tmp_path / "scripted.ts")
-    digests.append(predictor(str(tmp_path / "scripted.ts"), trust_code=True).identity["network"])
-    assert digests[0] == digests[1]
-    assert digests[2] == digests[3]
-    assert len(set(digests)) == 3
+    assert mark(tmp_path / "copy.ts") == mark(programs / "scripted.ts")
+    assert (
+        len({mark(path) for path in (programs / "scripted.ts", programs / "exported.pt2", tmp_path / "scripted.ts")})
+        == 3
+    )
 
 
 def test_files_that_are_no_programs_are_refused(tmp_path):

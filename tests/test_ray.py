@@ -11,28 +11,21 @@ import torch
 from posthoc import FMGP, DataError, FileError, OptionError, Outputs
 from posthoc.collect.to_folder import collect_to_folder
 from posthoc.integrations.models import Plan
+from posthoc.integrations.ray import Actor, collect_with_ray, collecting, predict_with_ray, predicting
 from tests.cases import QUICK, answers, same
 from tests.collecting_cases import NET, assert_close, contents, expected, raw, write_parquet
 
+ray = pytest.importorskip("ray")
 ROWS = 23
 
 
 def test_a_cluster_collects_and_predicts_as_one_process_does(tmp_path, monkeypatch):
-    ray = pytest.importorskip("ray")
-    from posthoc.integrations.ray import collect_with_ray, predict_with_ray
 
     np.savez(tmp_path / "d.npz", inputs=raw(ROWS).numpy(), targets=np.arange(ROWS) % 3)
     plan = Plan(NET, str(tmp_path / "d.npz"), inputs=True, weights="none", trust_code=True)
     predictor, data = plan.open()
-    local = collect_to_folder(
-        predictor.backbone,
-        data,
-        tmp_path / "local",
-        identity=predictor.identity,
-        collate=predictor.collate,
-        inputs=True,
-        batch_size=4,
-    )
+    options = {"identity": predictor.identity, "collate": predictor.collate, "inputs": True, "batch_size": 4}
+    local = collect_to_folder(predictor.backbone, data, tmp_path / "local", **options)
     FMGP(None, "classification", **QUICK).fit(local).save(tmp_path / "head.safetensors")
     wanted = FMGP.load(tmp_path / "head.safetensors").predict(local)
 
@@ -52,9 +45,6 @@ def test_a_cluster_collects_and_predicts_as_one_process_does(tmp_path, monkeypat
 
 
 def test_an_actor_predicts_from_named_columns_of_a_table(tmp_path):
-    pytest.importorskip("ray")
-    from posthoc.integrations.ray import predicting
-
     generator = torch.Generator().manual_seed(0)
     outputs = Outputs(torch.randn(40, 2, generator=generator), torch.arange(40) % 2)
     FMGP(None, "classification", **QUICK).fit(outputs).save(tmp_path / "head.safetensors")
@@ -67,27 +57,18 @@ def test_an_actor_predicts_from_named_columns_of_a_table(tmp_path):
 
 
 def test_an_actor_returns_errors_as_they_are(tmp_path):
-    pytest.importorskip("ray")
-    from posthoc.integrations.ray import Actor, collecting
-
     x = raw(ROWS).numpy()
     x[9] = np.nan
     np.savez(tmp_path / "d.npz", inputs=x)
     actor = Actor(partial(collecting, Plan(NET, str(tmp_path / "d.npz"), weights="none", trust_code=True)), ".", [])
-    made = actor({"start": np.array([4]), "stop": np.array([8])})["result"][0].value
-    assert_close(made, expected(raw(8)[4:]), "outputs", "features")
-    made = actor({"start": np.array([8]), "stop": np.array([12])})["result"][0].value
-    assert isinstance(made, DataError)
-    made = Actor(partial(collecting, Plan(NET, "absent.npz")), ".", [])({"start": [0], "stop": [4]})["result"][0].value
-    assert isinstance(made, FileError)
+    assert_close(actor({"start": 4, "stop": 8})["result"].value, expected(raw(8)[4:]), "outputs", "features")
+    assert isinstance(actor({"start": 8, "stop": 12})["result"].value, DataError)
+    actor = Actor(partial(collecting, Plan(NET, "absent.npz")), ".", [])
+    assert isinstance(actor({"start": 0, "stop": 4})["result"].value, FileError)
 
 
 def test_a_stream_and_a_chosen_gpu_are_refused(tmp_path):
     pytest.importorskip("datasets")
-    pytest.importorskip("pyarrow")
-    pytest.importorskip("ray")
-    from posthoc.integrations.ray import collect_with_ray
-
     (tmp_path / "files").mkdir()
     write_parquet(tmp_path / "files" / "train.parquet", {"x": np.ones(3)})
     with pytest.raises(OptionError, match="got a stream"):

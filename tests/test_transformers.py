@@ -11,11 +11,18 @@ from safetensors.torch import save_file
 from torch import nn
 
 from posthoc import DataError, FileError, OptionError, Outputs
-from posthoc.collect.network import Backbone
-from posthoc.collect.to_folder import collect_to_folder
 from posthoc.integrations.datasets import StreamedRows, open_data
-from posthoc.integrations.transforms import PLAIN, Collate
-from tests.collecting_cases import SIDE, TinyNet, assert_close, expected, images, outputs, predictor, raw, write_parquet
+from tests.collecting_cases import (
+    SIDE,
+    assert_close,
+    collected,
+    expected,
+    images,
+    outputs,
+    predictor,
+    raw,
+    write_parquet,
+)
 
 ROWS = 5
 
@@ -26,13 +33,8 @@ def hub(tmp_path_factory) -> Path:
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("hub")
-    small: dict[str, Any] = {
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 8,
-        "num_labels": 3,
-    }
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    small: dict[str, Any] = {**sizes, "num_labels": 3}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         vit = transformers.ViTForImageClassification(transformers.ViTConfig(**small, image_size=SIDE, patch_size=4))
@@ -55,12 +57,16 @@ def hub(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_hugging_face_image_classifier(hub):
+@pytest.mark.parametrize("own_weights", [False, True])
+def test_a_hugging_face_image_classifier(hub, tmp_path, own_weights):
     from transformers import ViTForImageClassification
 
-    opened = predictor(f"hf:{hub / 'vit'}")
-    found = outputs(opened, images(ROWS))
     net = ViTForImageClassification.from_pretrained(hub / "vit").eval()
+    if own_weights:
+        nn.init.ones_(net.classifier.bias)
+        save_file(net.state_dict(), tmp_path / "own.safetensors")
+    opened = predictor(f"hf:{hub / 'vit'}", weights=str(tmp_path / "own.safetensors") if own_weights else None)
+    found = outputs(opened, images(ROWS))
     with torch.no_grad():
         x = (raw(ROWS) - 0.5) / 0.5  # the images have the network's size, so that only the values change
         features = net.vit(x).last_hidden_state[:, 0]
@@ -82,28 +88,19 @@ def test_a_hugging_face_text_classifier(hub):
     assert_close(found, Outputs(torch.cat(answers), None, torch.cat(pooled)), "outputs", "features")
 
 
-def test_hugging_face_models_that_cannot_be_used_are_refused(hub, monkeypatch):
-    with pytest.raises(FileError, match="found none for classifier"):
-        predictor(f"hf:{hub / 'headless'}")
-    with pytest.raises(FileError, match="safetensors"):
-        predictor(f"hf:{hub / 'unsafe'}")
-    with pytest.raises(FileError, match="Expected a model of the Hugging Face hub or its folder"):
-        predictor(f"hf:{hub}")
-    with pytest.raises(DataError, match="Expected an image a row for this predictor, got text"):
-        outputs(predictor(f"hf:{hub / 'vit'}"), ["one"])
-    with pytest.raises(DataError, match="Expected text a row for this predictor, got an image"):
-        outputs(predictor(f"hf:{hub / 'bert'}"), images(ROWS))
-
-
-def test_a_hugging_face_model_with_weights_of_ones_own(hub, tmp_path):
-    from transformers import ViTForImageClassification
-
-    net = ViTForImageClassification.from_pretrained(hub / "vit").eval()
-    nn.init.ones_(net.classifier.bias)
-    save_file(net.state_dict(), tmp_path / "own.safetensors")
-    found = outputs(predictor(f"hf:{hub / 'vit'}", weights=str(tmp_path / "own.safetensors")), images(ROWS))
-    with torch.no_grad():
-        torch.testing.assert_close(found.outputs, net((raw(ROWS) - 0.5) / 0.5).logits)
+@pytest.mark.parametrize(
+    ("name", "inputs", "error", "message"),
+    [
+        ("headless", [], FileError, "found none for classifier"),
+        ("unsafe", [], FileError, "safetensors"),
+        ("", [], FileError, "Expected a model of the Hugging Face hub or its folder"),
+        ("vit", ["one"], DataError, "Expected an image a row for this predictor, got text"),
+        ("bert", images(1), DataError, "Expected text a row for this predictor, got an image"),
+    ],
+)
+def test_hugging_face_models_that_cannot_be_used_are_refused(hub, name, inputs, error, message):
+    with pytest.raises(error, match=message):
+        outputs(predictor(f"hf:{hub / name}"), inputs)
 
 
 # Data sets
@@ -128,20 +125,10 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "rows", "workers"),
-    [
-        ("mapped", 2 * ROWS, 2),
-        ("splits:train", 2 * ROWS, 0),
-        ("splits:test", ROWS, 0),
-        ("files", 2 * ROWS, 0),
-        ("files", 2 * ROWS, 2),
-    ],
+    [("mapped", 10, 2), ("splits:train", 10, 0), ("splits:test", 5, 0), ("files", 10, 0), ("files", 10, 2)],
 )
 def test_hugging_face_data_sets(saved, tmp_path, name, rows, workers):
-    data = open_data(f"hf:{saved}/{name}")
-    backbone, collate = Backbone(TinyNet(), None, None), Collate(PLAIN)
-    found = collect_to_folder(
-        backbone, data, tmp_path, identity=data.identity, collate=collate, batch_size=3, workers=workers
-    )
+    found = collected(open_data(f"hf:{saved}/{name}"), tmp_path / "o", workers=workers)
     assert_close(found, expected(raw(rows), torch.arange(rows) % 3), "outputs", "features", "targets")
 
 
@@ -165,11 +152,8 @@ def test_hugging_face_data_sets_have_an_identity(saved):
 
 
 def test_hugging_face_data_sets_that_cannot_be_used_are_refused(saved, tmp_path):
-    for name, error, message in [
-        (f"{saved}/splits", OptionError, "Expected one of the splits train, test, got None"),
-        (f"{saved}/files:test", OptionError, "Expected one of the splits train, got test"),
-        (f"{saved}/mapped:train", OptionError, "Expected one of the splits none, got train"),
-        (f"{tmp_path}", FileError, "Expected a data set on the Hugging Face hub or a folder of one"),
-    ]:
-        with pytest.raises(error, match=message):
-            open_data(f"hf:{name}")
+    for name, splits in [("splits", "train, test, got None"), ("files:test", "train, got"), ("mapped:train", "none")]:
+        with pytest.raises(OptionError, match=f"Expected one of the splits {splits}"):
+            open_data(f"hf:{saved}/{name}")
+    with pytest.raises(FileError, match="Expected a data set on the Hugging Face hub or a folder of one"):
+        open_data(f"hf:{tmp_path}")

@@ -57,10 +57,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise FileError(
-            f"Expected tensors by name in {path}, found something else: save model.state_dict() alone, by safetensors "
-            "or torch.save. A whole pickled model is not loaded, since it could run code."
-        ) from error
+        advice = "save model.state_dict() alone. A whole pickled model is not loaded, since it could run code."
+        raise FileError(f"Expected tensors by name in {path}, found something else: {advice}") from error
     for name in WRAPPERS:
         content = content[name] if isinstance(content, Mapping) and isinstance(content.get(name), Mapping) else content
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):

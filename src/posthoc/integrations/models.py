@@ -97,8 +97,8 @@ def open_predictor(plan: Plan) -> Predictor:
     elif rest:
         backbone = open_import(plan, device)
     else:
-        known = f"timm:NAME, hf:NAME, package.module:function or a file ({', '.join(PROGRAMS)})"
-        raise OptionError(f"Expected a predictor such as torchvision:resnet50, {known}, got {name!r}.")
+        known = f"torchvision:resnet50, timm:NAME, hf:NAME, package.module:function or {', '.join(PROGRAMS)}"
+        raise OptionError(f"Expected a predictor such as {known}, got {name!r}.")
     if plan.transform is not None:
         transform = open_transform(plan.transform, plan.trust_code)
     identity = {
@@ -139,9 +139,7 @@ def import_object(string: str, trust_code: bool) -> Any:
     try:
         return reduce(getattr, name.split("."), import_module(module_name))
     except (ImportError, AttributeError) as error:
-        raise OptionError(
-            f"Expected package.module:name, got {string!r}, which cannot be imported: {error}."
-        ) from error
+        raise OptionError(f"Expected package.module:name, but {string!r} cannot be imported: {error}.") from error
 
 
 def open_import(plan: Plan, device: torch.device) -> Backbone:
@@ -155,18 +153,14 @@ def open_import(plan: Plan, device: torch.device) -> Backbone:
         raise OptionError(f'Expected a file of weights for {name!r}, or "none", got the name {weights!r}.')
     if not isinstance(model, nn.Module):
         if path is not None or not callable(model):
-            expected = f"{name!r} to return an nn.Module (or, without a file of weights, any callable)"
-            raise OptionError(f"Expected {expected}, got {type(model).__name__}.")
+            kind = "an nn.Module" if path is not None else "an nn.Module or a callable"
+            raise OptionError(f"Expected {name!r} to return {kind}, got {type(model).__name__}.")
         return Backbone(model, plan.layer, device if plan.device is not None else None)
     if path is not None:
         load_weights(model, path)
     elif weights is None:
-        warnings.warn(
-            f"No weights are given for {name!r}: its outputs are those of a random network unless the function loads "
-            "weights itself. Give --weights FILE, or --weights none if it does.",
-            PosthocWarning,
-            stacklevel=2,
-        )
+        message = f"Without weights {name!r} may be a random network: give --weights FILE, or none if it loads its own."
+        warnings.warn(message, PosthocWarning, stacklevel=2)
     return Backbone(model.to(device), plan.layer, None)
 
 
@@ -241,10 +235,8 @@ class NamedOutputs(nn.Module):
         values = {str(name): value for name, value in items}
         if self.features is not None:
             if self.features not in values:
-                raise LayerError(
-                    f"Expected as layer a value that the compiled network returns, got {self.features!r}. It returns: "
-                    f"{', '.join(values)}. To have features, compile it so that it returns them too."
-                )
+                advice = f"It returns: {', '.join(values)}. Compile it so that it returns its features too."
+                raise LayerError(f"Expected as layer a value of the compiled network, got {self.features!r}. {advice}")
             self.layer(values[self.features])
         others = (value for name, value in values.items() if name != self.features)
         return values.get("logits", next(others, returned))

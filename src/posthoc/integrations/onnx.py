@@ -43,34 +43,26 @@ class OnnxGraph:
         self.inputs = {i.name: i for i in self.session.get_inputs()}
         outputs = [output.name for output in self.session.get_outputs()]
         if layer is not None and layer not in outputs[1:]:
-            raise LayerError(
-                f"Expected another output of the graph as layer, got {layer!r}. The outputs are: {', '.join(outputs)}; "
-                "the first is the prediction. Export the graph with its features as an output."
-            )
+            known = f"The outputs are: {', '.join(outputs)}; the first is the prediction."
+            raise LayerError(f"Expected another output of the graph as layer, got {layer!r}. {known}")
         self.outputs = [outputs[0], *([layer] if layer is not None else [])]
+        # "tensor(float)" is NumPy's float32; ONNX's other names of numbers are NumPy's.
+        names = {name: i.type.removeprefix("tensor(").removesuffix(")") for name, i in self.inputs.items()}
+        self.types = {name: "float32" if kind == "float" else kind for name, kind in names.items()}
         sizes = {i.shape[0] for i in self.inputs.values() if i.shape and isinstance(i.shape[0], int)}
         self.batch_size = min(sizes, default=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         given = {**dict(zip(self.inputs, args, strict=False)), **kwargs}
         if len(args) > len(self.inputs) or given.keys() != self.inputs.keys():
-            raise DataError(
-                f"Expected the graph's inputs {', '.join(self.inputs)}, got {len(args)} without a name and "
-                f"{list(kwargs)}: a graph of several inputs needs a --transform that returns them by name."
-            )
-        # "tensor(float)" is NumPy's float32; ONNX's other names of numbers are NumPy's.
-        types = {name: i.type.removeprefix("tensor(").removesuffix(")") for name, i in self.inputs.items()}
-        arrays = {
-            name: np.asarray(value.cpu(), "float32" if types[name] == "float" else types[name])
-            for name, value in given.items()
-        }
+            expected = f"Expected inputs {', '.join(self.inputs)}, got {len(args)} without a name and {list(kwargs)}"
+            raise DataError(f"{expected}: the --transform of a graph of several inputs returns them by name.")
+        arrays = {name: np.asarray(value.cpu(), self.types[name]) for name, value in given.items()}
         rows = len(next(iter(arrays.values())))
         size = self.batch_size or rows
         parts = [self._run({k: v[at : at + size] for k, v in arrays.items()}, size) for at in range(0, rows, size)]
-        return {
-            name: torch.from_numpy(np.concatenate(column)[:rows])
-            for name, column in zip(self.outputs, zip(*parts, strict=True), strict=True)
-        }
+        columns = [torch.from_numpy(np.concatenate(column)[:rows]) for column in zip(*parts, strict=True)]
+        return dict(zip(self.outputs, columns, strict=True))
 
     def _run(self, arrays: Arrays, size: int) -> list[np.ndarray[Any, Any]]:
         """The outputs for at most `size` rows; where there are fewer, the last one is repeated."""

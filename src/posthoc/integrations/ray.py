@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from posthoc import methods
@@ -71,10 +70,10 @@ def collecting(plan: Plan) -> Work:
     predictor, data = plan.open()
     batches = SpanReader(data, predictor.collate)
 
-    def work(span: Span) -> Outputs | PosthocError:
+    def work(span: Span) -> Outputs:
         batch = batches[span]
         if isinstance(batch, PosthocError):
-            return batch
+            raise batch
         with predictor.backbone.reading(features=True, inputs=plan.inputs) as read:
             return join(list(read([batch]))).to(torch.device("cpu"))
 
@@ -96,8 +95,10 @@ class Result:
 
 
 class Actor:
-    """The class that Ray Data calls with a span. It returns errors of ours, since Ray changes those that are raised,
-    and works in the driver's folder, with the driver's path of imports."""
+    """The class that Ray Data calls with each span; it works in the driver's folder, with the driver's import path.
+
+    Errors of this package are returned, since Ray changes those that are raised.
+    """
 
     def __init__(self, make: Callable[[], Work], folder: str, path: list[str]) -> None:
         os.chdir(folder)
@@ -105,13 +106,13 @@ class Actor:
         self.make = make
         self.work: Work | None = None
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, span: Mapping[str, int]) -> dict[str, Any]:
         try:
             self.work = self.work or self.make()
-            result = self.work((int(batch["start"][0]), int(batch["stop"][0])))
+            result = self.work((span["start"], span["stop"]))
         except PosthocError as error:
             result = error
-        return {"result": np.array([Result(result)], dtype=object)}
+        return {"result": Result(result)}
 
 
 def in_order(
@@ -128,17 +129,16 @@ def in_order(
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0)) if use_gpus else 0
     rows = [{"start": start, "stop": stop} for start, stop in wanted]
-    work = data.from_items(rows, override_num_blocks=min(len(rows), MAX_TASKS)).map_batches(
+    work = data.from_items(rows, override_num_blocks=min(len(rows), MAX_TASKS)).map(
         Actor,
         fn_constructor_args=(make, os.getcwd(), sys.path),
-        batch_size=1,
         compute=data.ActorPoolStrategy(size=min(actors or gpus or int(resources["CPU"]), len(rows))),
         num_gpus=1 if gpus else 0,
     )
     work.context.execution_options.preserve_order = True
     work.context.enable_progress_bars = False
-    for block in work.iter_batches(batch_size=None):
-        for result in block["result"]:
-            if isinstance(result.value, PosthocError):
-                raise result.value
-            yield result.value
+    for row in work.iter_rows():
+        value = row["result"].value
+        if isinstance(value, PosthocError):
+            raise value
+        yield value
