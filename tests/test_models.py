@@ -67,7 +67,7 @@ def test_code_is_not_run_unless_it_is_trusted(package, fake_libraries):
 
 
 def test_a_network_without_weights_gives_a_warning():
-    with pytest.warns(PosthocWarning, match=r"may be a random network: give --weights FILE, or none"):
+    with pytest.warns(PosthocWarning, match=r"may be a random network: give --weights FILE, or --weights none"):
         predictor(NET, trust_code=True)
 
 
