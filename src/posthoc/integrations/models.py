@@ -159,7 +159,7 @@ def open_import(plan: Plan, device: torch.device) -> Backbone:
     if path is not None:
         load_weights(model, path)
     elif weights is None:
-        message = f"Without weights {name!r} may be a random network: give --weights FILE, or --weights none if it is not."
+        message = f"{name!r} may be a random network: give --weights FILE, or --weights none if it has its own."
         warnings.warn(message, PosthocWarning, stacklevel=2)
     return Backbone(model.to(device), plan.layer, None)
 
