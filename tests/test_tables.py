@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from posthoc import DataError, FileError, MissingExtraError, OptionError
+from posthoc import DataError, FileError, MissingExtraError, OptionError, Outputs
 from posthoc.collect import open_outputs, save_outputs
 from tests.test_files import some
 
@@ -43,6 +43,11 @@ def table(kind: str, folder: Path, columns: dict[str, list[Any]]) -> Path:
     return path
 
 
+def parts(opened: Outputs) -> list[tuple[torch.dtype, list[Any]] | None]:
+    """The dtypes and values of outputs, targets, features and inputs."""
+    return [(part.dtype, part.tolist()) if part is not None else None for part in vars(opened).values()]
+
+
 BOTH = pytest.mark.parametrize("kind", ["Parquet", "CSV"])
 
 
@@ -50,14 +55,11 @@ BOTH = pytest.mark.parametrize("kind", ["Parquet", "CSV"])
 def test_columns_by_name(kind: str, tmp_path: Path) -> None:
     path = table(kind, tmp_path, probabilities())
     names = {"outputs": ["p_cat", "p_dog"], "targets": "label", "features": ["age", "weight"], "inputs": "a.b"}
-    opened = open_outputs(path, columns=names)
-    assert opened.outputs.tolist() == [[0.75, 0.25], [0.5, 0.5], [0.875, 0.125]]
-    assert opened.targets is not None
-    assert opened.features is not None
-    assert opened.inputs is not None
-    assert (opened.targets.dtype, opened.targets.tolist()) == (torch.int64, [1, 0, 1])
-    assert (opened.features.dtype, opened.features.tolist()) == (torch.float64, [[3, 1.5], [4, 2.5], [5, 3.5]])
-    assert opened.inputs.tolist() == [[1.0], [2.0], [3.0]]
+    outputs, targets, features, inputs = parts(open_outputs(path, columns=names))
+    assert outputs == (torch.float64, [[0.75, 0.25], [0.5, 0.5], [0.875, 0.125]])
+    assert targets == (torch.int64, [1, 0, 1])
+    assert features == (torch.float64, [[3, 1.5], [4, 2.5], [5, 3.5]])
+    assert inputs == (torch.float64, [[1.0], [2.0], [3.0]])
 
 
 @BOTH
@@ -76,21 +78,16 @@ def test_patterns_keep_the_order_of_the_file(kind: str, tmp_path: Path) -> None:
 def test_one_name_is_a_vector_and_a_list_of_one_a_matrix(kind: str, tmp_path: Path) -> None:
     path = table(kind, tmp_path, probabilities())
     assert open_outputs(path, columns={"outputs": "weight", "targets": "age"}).outputs.shape == (3,)
-    opened = open_outputs(path, columns={"outputs": ["weight"], "targets": ["p_cat"]})
-    assert opened.outputs.shape == (3, 1)
-    assert opened.targets is not None
-    assert (opened.targets.shape, opened.targets.dtype) == ((3, 1), torch.float64)
+    outputs, targets, *_ = parts(open_outputs(path, columns={"outputs": ["weight"], "targets": ["p_cat"]}))
+    assert outputs == (torch.float64, [[1.5], [2.5], [3.5]])
+    assert targets == (torch.float64, [[0.75], [0.5], [0.875]])
     assert open_outputs(path, columns={"outputs": "weigh*"}).outputs.shape == (3, 1)
 
 
 @BOTH
 def test_columns_with_our_names_need_not_be_named(kind: str, tmp_path: Path) -> None:
     path = table(kind, tmp_path, {"other": ["x", "y"], "targets": [0.5, 1.0], "outputs": [1.5, 2.5]})
-    opened = open_outputs(path)
-    assert opened.outputs.tolist() == [1.5, 2.5]
-    assert opened.targets is not None
-    assert opened.targets.tolist() == [0.5, 1.0]
-    assert opened.features is None
+    assert parts(open_outputs(path)) == [(torch.float64, [1.5, 2.5]), (torch.float64, [0.5, 1.0]), None, None]
     numbered = {f"outputs_{i}": [float(i)] for i in (0, 10, 9, 2, 1, 3, 4, 5, 6, 7, 8)}
     opened = open_outputs(table(kind, tmp_path, {**numbered, "outputs_x": [5.0], "targets": [3]}))
     assert opened.outputs.tolist() == [[float(i) for i in range(11)]]
@@ -99,11 +96,9 @@ def test_columns_with_our_names_need_not_be_named(kind: str, tmp_path: Path) -> 
 @BOTH
 def test_whole_numbers_are_classes_only_among_the_targets(kind: str, tmp_path: Path) -> None:
     path = table(kind, tmp_path, probabilities())
-    opened = open_outputs(path, columns={"outputs": "age", "targets": "sure", "features": ["label"]})
-    assert opened.targets is not None
-    assert opened.features is not None
-    assert (opened.outputs.dtype, opened.features.dtype) == (torch.float64, torch.float64)
-    assert (opened.targets.dtype, opened.targets.tolist()) == (torch.int64, [1, 0, 1])
+    found = parts(open_outputs(path, columns={"outputs": "age", "targets": "sure", "features": ["label"]}))
+    features = (torch.float64, [[1.0], [0.0], [1.0]])
+    assert found == [(torch.float64, [3.0, 4.0, 5.0]), (torch.int64, [1, 0, 1]), features, None]
 
 
 @BOTH
@@ -126,39 +121,31 @@ def test_columns_that_are_not_there_are_refused(kind: str, columns: Any, message
 
 
 @BOTH
-def test_text_labels_are_refused_with_advice(kind: str, tmp_path: Path) -> None:
+def test_tables_are_checked(kind: str, tmp_path: Path) -> None:
     path = table(kind, tmp_path, probabilities())
     with pytest.raises(DataError, match=r"numbers in column 'breed', got .*x.*map the classes to integers"):
         open_outputs(path, columns={"outputs": "p_*", "targets": "breed"})
-
-
-@BOTH
-def test_tables_are_checked(kind: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"Expected finite outputs, got nan in row 1.*table"):
         open_outputs(table(kind, tmp_path, {"outputs": [1.0, float("nan")]}))
-    with pytest.raises(DataError, match=r"at least one row, got none.*table"):
-        open_outputs(table(kind, tmp_path, {"outputs": []}))
+    empty = table(kind, tmp_path, {"outputs_0": [], "outputs_1": [], "targets": []})
+    for columns in (None, {"outputs": "outputs_0"}):
+        with pytest.raises(DataError, match=r"at least one row, got none.*table"):
+            open_outputs(empty, columns=columns)
 
 
-def test_long_lists_of_columns_are_cut(tmp_path: Path) -> None:
-    path = table("CSV", tmp_path, {f"c{i}": [0] for i in range(1000)})
+def test_other_separators_and_long_lists_of_columns(tmp_path: Path) -> None:
+    for kind in ("semicolons", "tabs"):
+        path = table(kind, tmp_path, probabilities())
+        assert open_outputs(path, columns={"outputs": "p_*"}).outputs.shape == (3, 2)
     with pytest.raises(OptionError, match=r"'c39', and 960 more\. Say which"):
-        open_outputs(path)
-
-
-@pytest.mark.parametrize("kind", ["semicolons", "tabs"])
-def test_other_separators(kind: str, tmp_path: Path) -> None:
-    path = table(kind, tmp_path, probabilities())
-    assert open_outputs(path, columns={"outputs": "p_*"}).outputs.shape == (3, 2)
+        open_outputs(table("CSV", tmp_path, {f"c{i}": [0] for i in range(1000)}))
 
 
 def test_csv_as_spreadsheets_write_it(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_bytes('\ufeff"outputs","targets", note \r\n"1.5",0,"a, b\nc"\r\n\r\n-2e3, 1 ,\r\n'.encode())
-    opened = open_outputs(path, columns={"outputs": "outputs", "targets": "targets"})
-    assert opened.outputs.tolist() == [1.5, -2000.0]
-    assert opened.targets is not None
-    assert (opened.targets.dtype, opened.targets.tolist()) == (torch.int64, [0, 1])
+    found = parts(open_outputs(path, columns={"outputs": "outputs", "targets": "targets"}))
+    assert found == [(torch.float64, [1.5, -2000.0]), (torch.int64, [0, 1]), None, None]
     with pytest.raises(OptionError, match="'note'"):
         open_outputs(path, columns={"outputs": "notes"})
 
@@ -166,10 +153,8 @@ def test_csv_as_spreadsheets_write_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("last", "dtype"), [("3", torch.int64), ("3.0", torch.int64), ("2.5", torch.float64)])
 def test_csv_targets_are_classes_if_all_are_whole(last: str, dtype: torch.dtype, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f"outputs,targets\n0.5,1\n\n\n1.0,{last}\n")
-    opened = open_outputs(tmp_path / "t.csv")
-    assert opened.outputs.tolist() == [0.5, 1.0]
-    assert opened.targets is not None
-    assert (opened.targets.dtype, opened.targets.tolist()) == (dtype, [1, float(last)])
+    found = parts(open_outputs(tmp_path / "t.csv"))
+    assert found == [(torch.float64, [0.5, 1.0]), (dtype, [1, float(last)]), None, None]
 
 
 def test_csv_targets_that_are_not_finite_are_refused(tmp_path: Path) -> None:
@@ -212,11 +197,10 @@ def test_parquet_of_other_tools(tmp_path: Path) -> None:
     }
     parquet.write_table(pa.table(columns), path, row_group_size=2)
     opened = open_outputs(path, columns={"outputs": "logits", "targets": "label", "features": ["price", "logits"]})
-    assert (opened.outputs.dtype, opened.outputs.tolist()) == (torch.float32, [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    assert opened.targets is not None
-    assert opened.features is not None
-    assert (opened.targets.dtype, opened.targets.tolist()) == (torch.int64, [0, 1, 0])
-    assert opened.features.tolist() == [[1.0, 1.0, 2.0], [2.0, 3.0, 4.0], [3.0, 5.0, 6.0]]
+    outputs, targets, features, _ = parts(opened)
+    assert outputs == (torch.float32, [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    assert targets == (torch.int64, [0, 1, 0])
+    assert features == (torch.float64, [[1.0, 1.0, 2.0], [2.0, 3.0, 4.0], [3.0, 5.0, 6.0]])
     assert opened.outputs.numpy().flags.writeable
 
 
@@ -246,11 +230,11 @@ def test_parquet_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [path.name for path in tmp_path.iterdir()] == ["data.parquet"]
 
 
-@pytest.mark.parametrize("form", [".npz", ".safetensors", ""])
-def test_columns_are_only_for_tables(form: str, tmp_path: Path) -> None:
-    save_outputs(some(), tmp_path / f"data{form}")
-    with pytest.raises(OptionError, match="Expected a Parquet or CSV table to take columns from"):
-        open_outputs(tmp_path / f"data{form}", columns={"outputs": "outputs"})
+def test_columns_are_only_for_tables(tmp_path: Path) -> None:
+    for form in (".npz", ".safetensors", ""):
+        save_outputs(some(), tmp_path / f"data{form}")
+        with pytest.raises(OptionError, match="Expected a Parquet or CSV table to take columns from"):
+            open_outputs(tmp_path / f"data{form}", columns={"outputs": "outputs"})
 
 
 @pytest.mark.parametrize("text", ["1_000", "٣", "1,5", "0x10", "1e", ""])
@@ -258,14 +242,3 @@ def test_only_numbers_as_programs_write_them_are_read(text: str, tmp_path: Path)
     (tmp_path / "t.csv").write_text(f"outputs;targets\n1.5;2\n.5;{text}\n")
     with pytest.raises(DataError, match=rf"Expected numbers in column 'targets', got '{text}' in row 1"):
         open_outputs(tmp_path / "t.csv")
-
-
-@BOTH
-def test_table_without_rows_is_refused(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "table"
-    if kind == "CSV":
-        path.write_text("outputs_0,outputs_1,targets\n")
-    else:
-        parquet.write_table(pa.table({name: pa.array([], pa.float64()) for name in ("outputs_0", "outputs_1")}), path)
-    with pytest.raises(DataError, match="Expected at least one row, got none"):
-        open_outputs(path)

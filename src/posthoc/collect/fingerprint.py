@@ -51,7 +51,7 @@ def require_same_network(expected: str | None, module: nn.Module | None) -> None
     for kind, then, now in zip(kinds, expected.split(":"), found.split(":"), strict=False):
         if then != now:
             found = f"another ({now[:12]}): its {kind} differ. Load the right network, or fit again."
-            raise FileError(f"Expected the network this head was fitted on ({then[:12]}), found {found}")
+            raise FileError(f"Expected the network this head was fitted on (fingerprint {then[:12]}), found {found}")
 
 
 def hash_weights(module: nn.Module) -> str:

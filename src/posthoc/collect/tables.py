@@ -36,9 +36,10 @@ def choose(path: Path, names: list[str], columns: Columns | None) -> dict[str, l
     if unknown := columns.keys() - set(NAMES):
         raise OptionError(f"Expected columns for {', '.join(NAMES)}, got some for {', '.join(sorted(unknown))}.")
     if "outputs" not in columns:
+        advice = 'Say which, as in --outputs p_cat,p_dog --targets label, or columns={"outputs": "p_*", ...}.'
         raise OptionError(
-            f"Expected columns for outputs, or named outputs_0, outputs_1, …, in {path}, got none. The columns are: "
-            f'{listed(names)}. Say which, as in --outputs p_cat,p_dog or columns={{"outputs": ["p_cat", "p_dog"]}}.'
+            f"Expected columns for outputs, or named outputs_0, outputs_1, …, in {path}, got none. "
+            f"The columns are: {listed(names)}. {advice}"
         )
     chosen: dict[str, list[str]] = {}
     for array, asked in columns.items():
