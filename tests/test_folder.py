@@ -57,9 +57,14 @@ def test_unfinished_folder_is_refused_and_gone_on_with(tmp_path: Path) -> None:
         assert writer.rows == 12
     with pytest.raises(FileError, match=r"finished folder .* 12 rows so far: .*data\. Run the collection again"):
         open_outputs(folder)
-    with pytest.raises(KeyboardInterrupt), OutputsWriter(folder, **SAME) as writer:
-        writer.append(data[12:13])
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with OutputsWriter(folder, **SAME) as writer:
+            writer.append(data[12:13])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     with OutputsWriter(folder, **SAME) as writer:
         assert writer.rows == 13
         writer.append(data[13:])
@@ -218,7 +223,7 @@ def test_what_went_wrong_first_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(FileError, match="No space left.*first 0 rows are safe"):
+    with pytest.raises(FileError, match=r"No space left.*first 0 rows are safe"):
         left(None)
     monkeypatch.undo()
     with pytest.raises(ZeroDivisionError):

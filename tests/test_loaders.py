@@ -70,18 +70,17 @@ def test_every_form_of_a_pair_gives_the_same_fit(form: str) -> None:
     assert torch.equal(torch.cat([y for _, y in with_targets]), labels())
 
 
-def test_rows_may_be_tensors_that_numpy_does_not_know() -> None:
+def test_rows_may_be_tensors_that_numpy_does_not_know_and_a_frame_alone_is_predicted() -> None:
     y = values().bfloat16()
     found = regression().fit((inputs(), list(y)))
     assert same(numbers(found), numbers(regression().fit((inputs(), y))))
+    assert torch.equal(found.predict(frame()).mean, in_eval(mlp(), inputs()))
 
 
 def test_pairs_are_cut_into_batches() -> None:
-    x, y = inputs(300), labels(300)
-    found = [len(read) for _, read in iterate(({"input": x}, y.tolist()), 128)]
-    assert found == [128, 128, 44]
-    pd = pytest.importorskip("pandas")
-    assert [len(read) for read, _ in iterate((pd.DataFrame(x.numpy()), pd.Series(y.numpy())), 128)] == [128, 128, 44]
+    x, y, pd = inputs(300), labels(300), pytest.importorskip("pandas")
+    for data in (({"input": x}, y.tolist()), (pd.DataFrame(x.numpy()), pd.Series(y.numpy()))):
+        assert [len(read) for _, read in iterate(data, 128)] == [128, 128, 44]
 
 
 def test_tokens_and_labels_apart_are_understood_as_in_batches() -> None:
@@ -90,11 +89,6 @@ def test_tokens_and_labels_apart_are_understood_as_in_batches() -> None:
     expected = FMGP(Encoder(), "classification", **QUICK).fit([(batch, y)])
     assert same(numbers(FMGP(Encoder(), "classification", **QUICK).fit((batch, y))), numbers(expected))
     assert same(answers(expected.predict((batch, y))), answers(expected.predict(batch)))
-
-
-def test_frame_alone_is_predicted() -> None:
-    method = regression().fit((inputs(), values()))
-    assert torch.equal(method.predict(frame()).mean, in_eval(mlp(), inputs()))
 
 
 def test_methods_that_run_the_network_take_the_same_pairs() -> None:
@@ -122,14 +116,11 @@ def test_methods_that_train_see_pairs_in_a_new_order() -> None:
         assert torch.equal(targets.sort().values, y)
 
 
-@pytest.mark.parametrize("other", [None, ["cat", "dog"], object(), {"labels": [1]}])
-def test_pair_with_something_else_is_refused(other: Any) -> None:
-    name = type(other).__name__
-    with pytest.raises(DataError, match=rf"pair \(x, y\) of arrays, tables or lists.*got a {name} beside an array"):
-        regression().fit((inputs(), other))
-
-
-def test_rows_of_several_lengths_are_refused() -> None:
+def test_pair_with_something_else_or_rows_of_several_lengths_is_refused() -> None:
+    for other in (None, ["cat", "dog"], object(), {"labels": [1]}):
+        name = type(other).__name__
+        with pytest.raises(DataError, match=rf"pair \(x, y\) of arrays, tables or lists.*got a {name} beside an array"):
+            regression().fit((inputs(), other))
     with pytest.raises(DataError, match=r"rows of one length, got some of others.*pad them"):
         regression().fit((inputs(2), [[0.1], [0.2, 0.3]]))
 
@@ -153,9 +144,8 @@ def test_tuple_of_batches_is_no_pair() -> None:
     x, y = inputs(), values()
     expected = numbers(regression().fit([(x, y)]))
     halves = ((x[:15], y[:15]), (x[15:], y[15:]))
-    assert len(list(iterate(halves, 256))) == 2
-    assert len(list(iterate(([x[:15], y[:15]], [x[15:], y[15:]]), 256))) == 2
-    assert len(list(iterate(({"input": x[:15], "y": y[:15]}, {"input": x[15:], "y": y[15:]}), 256))) == 2
+    for batches in (halves, tuple(map(list, halves)), tuple({"input": each[0], "y": each[1]} for each in halves)):
+        assert len(list(iterate(batches, 256))) == 2
     found = numbers(regression().fit(halves))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4)
@@ -212,6 +202,10 @@ def hugging_face(**columns: Any) -> Any:
     return pytest.importorskip("datasets").Dataset.from_dict(columns)
 
 
+def labelled() -> Any:
+    return hugging_face(input=inputs().tolist(), label=labels().tolist())
+
+
 DATASETS: dict[str, Callable[[], Any]] = {
     "rows": lambda: Rows(inputs(), labels()),
     "rows of NumPy, in float64": lambda: Rows(inputs().double().numpy(), labels().numpy()),
@@ -226,13 +220,9 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "sequence": lambda: Listed(),
     "stream of rows": lambda: DataLoader(Streamed(list(zip(inputs(), labels(), strict=True))), batch_size=N),
     "stream of batches": lambda: DataLoader(Streamed([(inputs(), labels())]), batch_size=None),
-    "Hugging Face": lambda: hugging_face(input=inputs().tolist(), label=labels().tolist()),
-    "Hugging Face, as tensors": lambda: hugging_face(input=inputs().tolist(), label=labels().tolist()).with_format(
-        "torch"
-    ),
-    "Hugging Face, streamed": lambda: hugging_face(
-        input=inputs().tolist(), label=labels().tolist()
-    ).to_iterable_dataset(),
+    "Hugging Face": lambda: labelled(),
+    "Hugging Face, as tensors": lambda: labelled().with_format("torch"),
+    "Hugging Face, streamed": lambda: labelled().to_iterable_dataset(),
     "a column of Hugging Face": lambda: (inputs(), hugging_face(label=labels().tolist())["label"]),
 }
 
@@ -244,18 +234,20 @@ def test_every_dataset_is_read_in_batches(form: str) -> None:
     assert torch.equal(expected.predict(DATASETS[form]()).latent.mean, in_eval(mlp(3), inputs()))
 
 
-@pytest.mark.parametrize("form", ["rows", "Hugging Face", "Hugging Face, streamed"])
-def test_datasets_without_targets_are_read_in_batches_too(form: str) -> None:
-    method = regression().fit((inputs(), values()))
-    data: Any = Rows(inputs()) if form == "rows" else hugging_face(input=inputs().tolist())
-    data = data.to_iterable_dataset() if form == "Hugging Face, streamed" else data
-    assert torch.equal(method.predict(data).mean, in_eval(mlp(), inputs()))
+def test_datasets_without_targets_are_read_in_batches_too() -> None:
+    method, rows = regression().fit((inputs(), values())), hugging_face(input=inputs().tolist())
+    for data in (Rows(inputs()), rows, rows.to_iterable_dataset()):
+        assert torch.equal(method.predict(data).mean, in_eval(mlp(), inputs()))
+    assert len(method.predict([(inputs(1), 0.5)])) == 1  # a batch of one row, whose target is a single number
 
 
-@pytest.mark.parametrize("items", [list(zip(inputs(), values(N, WIDTH), strict=True)), [(inputs(), labels())]])
-def test_stream_that_could_be_of_rows_or_batches_is_refused(items: Any) -> None:
-    with pytest.raises(DataError, match=r"may hold either: put the data into a DataLoader.*batch_size=None"):
-        list(iterate(Streamed(items), 8))
+def test_stream_that_could_be_of_rows_or_batches_and_rows_that_cannot_be_stacked_are_refused() -> None:
+    for items in (list(zip(inputs(), values(N, WIDTH), strict=True)), [(inputs(), labels())]):
+        with pytest.raises(DataError, match=r"may hold either: put the data into a DataLoader.*batch_size=None"):
+            list(iterate(Streamed(items), 8))
+    for ragged in ([[1], [2, 3]], [torch.ones(1), torch.ones(2)], [None, None]):
+        with pytest.raises(DataError, match=r"rows of numbers that can be stacked.*DataLoader with a collate_fn"):
+            list(iterate(Rows(ragged, [0, 1]), 8))
 
 
 @pytest.mark.parametrize(
@@ -276,20 +268,7 @@ def test_rows_that_nobody_batched_are_refused_before_the_network_sees_them(rows:
         FMGP(never, "classification", **QUICK).fit(rows())
 
 
-def test_batches_of_one_row_may_have_targets_that_are_single_numbers() -> None:
-    method = regression().fit((inputs(), values()))
-    assert len(method.predict([(inputs(1), 0.5)])) == 1
-
-
-@pytest.mark.parametrize("ragged", [[[1], [2, 3]], [torch.ones(1), torch.ones(2)], [None, None]])
-def test_rows_that_cannot_be_stacked_are_refused(ragged: Any) -> None:
-    with pytest.raises(DataError, match=r"rows of numbers that can be stacked.*DataLoader with a collate_fn"):
-        list(iterate(Rows(ragged, [0, 1]), 8))
-
-
 def test_words_beside_the_numbers_reach_the_model_as_they_are() -> None:
     data = hugging_face(text=["a", "b"], input=[[0.1], [0.2]], label=[0, 1])
     (batch,) = iterate(data, 8)
-    assert batch["text"] == ["a", "b"]
-    assert batch["input"].shape == (2, 1)
-    assert batch["label"].tolist() == [0, 1]
+    assert (batch["text"], batch["input"].shape, batch["label"].tolist()) == (["a", "b"], (2, 1), [0, 1])

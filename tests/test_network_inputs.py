@@ -58,13 +58,13 @@ def test_a_last_batch_of_one_row(outputs: int, form: str) -> None:
     torch.testing.assert_close(mean, in_eval(model, inputs(257)))
 
 
-@pytest.mark.parametrize("cache", [True, False])
-def test_a_classifier_that_squeezes_a_single_row(cache: bool) -> None:
+def test_a_classifier_that_squeezes_a_single_row() -> None:
     model = Squeezed(3)
-    method = FMGP(model, "classification", cache=cache, **QUICK).fit((inputs(17), labels(17)))
-    one = method.predict(inputs(1)).latent
-    assert one.mean.shape == one.variance.shape == (1, 3)
-    assert torch.equal(one.mean[0], in_eval(model, inputs(1)))
+    for cache in (True, False):
+        method = FMGP(model, "classification", cache=cache, **QUICK).fit((inputs(17), labels(17)))
+        one = method.predict(inputs(1)).latent
+        assert one.mean.shape == one.variance.shape == (1, 3)
+        assert torch.equal(one.mean[0], in_eval(model, inputs(1)))
 
 
 @pytest.mark.parametrize("form", ["tensor", "arrays", "numpy", "mapping", "loader", "inputs only"])
@@ -102,21 +102,16 @@ def test_methods_that_run_the_network_read_single_rows_too(name: str) -> None:
     torch.testing.assert_close(flat.predict(inputs(1)).latent.mean, plain.predict(inputs(1)).latent.mean)
 
 
-def test_rows_collected_without_targets(tmp_path: Path) -> None:
+def test_rows_collected_without_targets_and_a_leading_axis_that_is_no_row(tmp_path: Path) -> None:
     backbone = Backbone(Squeezed(3), None, None)
     outputs = collect_to_folder(backbone, inputs(9), tmp_path / "outputs", identity={"data": "nine"}, batch_size=4)
     assert outputs.outputs.shape == (9, 3)
 
-
-def test_a_leading_axis_of_length_one_is_not_always_a_row() -> None:
     def model(x: Tensor) -> Tensor:  # (1, N, D)
         return x[0].sum(1)
 
     method = FMGP(model, "regression", kernel=RBF(on="outputs"), **QUICK).fit([(inputs()[None], values())])
     assert method.predict(inputs()[None]).latent.mean.shape == (N,)
-
-
-def test_a_single_number_for_many_rows_is_refused() -> None:
     with pytest.raises(DataError, match="one row a point, got a single number"):
         FMGP(lambda x: x.sum(), "regression", **QUICK).fit((inputs(), values()))
 
@@ -183,10 +178,7 @@ def test_data_stay_without_a_kernel_on_them_in_inference_mode_and_if_the_network
     with pytest.raises(RuntimeError, match="network failed"):
         FMGP(fails, "regression", **QUICK).fit((x, values()))
     assert torch.equal(x, inputs())
-
-
-def test_outputs_in_the_memory_of_the_inputs_are_kept() -> None:
-    x = inputs()
+    # Outputs in the memory of the inputs are kept too.
     method = on_inputs(lambda x: x.mul_(2.0)[:, :1]).fit((x, values()))
     assert torch.equal(method.predict(x).latent.mean, 2.0 * inputs()[:, :1])
     assert torch.equal(x, inputs())
