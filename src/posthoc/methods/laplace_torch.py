@@ -109,10 +109,7 @@ class LaplaceTorch(NetworkMethod):
             form = self.config.curvature
             approximation = laplace.Laplace(network, self._likelihood.task, hessian_structure=form, **subset)
             approximation.fit(Loader(self, job))
-            noise = maximize_evidence(approximation, self.config.prior_precision, likelihood)
-        if isinstance(likelihood, Gaussian):
-            use_one_unit(likelihood)
-            likelihood.set_noise(noise)
+            maximize_evidence(approximation, self.config.prior_precision, likelihood)
         return FittedLaplaceTorch(likelihood, approximation)
 
     def _batch_predictor(self, fitted: FittedLaplaceTorch, *, covariance: bool) -> Callable[[Batch], Predictive]:
@@ -190,22 +187,24 @@ def subnetwork_indices(module: nn.Module, subnetwork: int | Sequence[str] | None
     return torch.cat([torch.full((p.numel(),), name in chosen) for name, p in free.items()]).nonzero().squeeze(-1)
 
 
-def maximize_evidence(approximation: Any, prior: str | float, likelihood: Likelihood) -> Tensor:  # (1,)
-    """Sets the prior precision, unless it is given, and the noise of greatest marginal likelihood, and returns the
-    noise. (laplace-torch climbs by gradients, which it lacks for the noise of a Kronecker product.)"""
-    noisy = isinstance(likelihood, Gaussian)
+def maximize_evidence(approximation: Any, prior: str | float, likelihood: Likelihood) -> None:
+    """Sets the prior precision, unless it is given, and the noise of greatest marginal likelihood.
+
+    laplace-torch ascends by gradients, which it lacks for the noise of a Kronecker product.
+    """
     weights = approximation.mean_subnet if hasattr(approximation, "mean_subnet") else approximation.mean
     noise, precision = best_evidence(
         spectrum(approximation.H).double().reshape(1, -1),
         float(weights.double().square().sum()),
         count=approximation.n_data * approximation.n_outputs,
-        square_error=2.0 * approximation.loss.double().reshape(1) if noisy else None,
+        square_error=2.0 * approximation.loss.double().reshape(1) if isinstance(likelihood, Gaussian) else None,
         precision=prior if isinstance(prior, float) else None,
     )
     approximation.prior_precision = precision
-    if noisy:
+    if isinstance(likelihood, Gaussian):
         approximation.sigma_noise = float(noise.sqrt())
-    return noise
+        use_one_unit(likelihood)
+        likelihood.set_noise(noise)
 
 
 def spectrum(curvature: Any) -> Tensor:

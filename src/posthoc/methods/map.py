@@ -1,14 +1,12 @@
-"""Methods that take the network's outputs as certain and fit the likelihood alone; MAP, the network as it is."""
+"""`MAP`, the network as it is, and what it shares with the other methods that fit a likelihood alone."""
 
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
 from typing import Any, Self
 
 from posthoc.base import Fitted, Job, Method, Predictor, ScoreConfig
 from posthoc.collect.outputs import Outputs
-from posthoc.likelihoods.base import Likelihood
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import ZeroLatent
 
@@ -16,18 +14,9 @@ __all__ = ["MAP", "LikelihoodOnly"]
 
 
 class LikelihoodOnly(Method):
-    """A method that fits a likelihood around outputs that are certain."""
+    """A method that fits a likelihood to outputs that have no variance."""
 
     Config = ScoreConfig
-
-    def _fit(self, job: Job) -> Fitted:
-        likelihood = copy.deepcopy(self._likelihood)
-        self._fit_likelihood(likelihood, job)
-        return Fitted(likelihood)
-
-    @abstractmethod
-    def _fit_likelihood(self, likelihood: Likelihood, job: Job) -> None:
-        """Fits a copy of the method's likelihood in place."""
 
     def _predictor(self, fitted: Any, *, covariance: bool) -> Predictor:
         def predict(outputs: Outputs) -> Predictive:
@@ -62,11 +51,12 @@ class MAP(LikelihoodOnly):
     name = "map"
     any_task = True
 
-    def _fit_likelihood(self, likelihood: Likelihood, job: Job) -> None:
-        held_out = job.val if job.val is not None else job.train
+    def _fit(self, job: Job) -> Fitted:
+        likelihood, held_out = copy.deepcopy(self._likelihood), job.val if job.val is not None else job.train
         assert held_out.targets is not None
         likelihood.initialize(held_out.outputs, held_out.targets)
         likelihood.reset()
+        return Fitted(likelihood)
 
     @classmethod
     def beside(cls, method: Method) -> Self:

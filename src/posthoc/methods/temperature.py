@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 
 from torch import nn
 
-from posthoc.base import Job
+from posthoc.base import Fitted, Job
 from posthoc.errors import OptionError, PosthocWarning
-from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import best_inverse, limit_reached
 from posthoc.methods.map import LikelihoodOnly
@@ -38,7 +38,8 @@ class Temperature(LikelihoodOnly):
     wants_unseen = True
     tasks = ("classification",)
 
-    def _fit_likelihood(self, likelihood: Likelihood, job: Job) -> None:
+    def _fit(self, job: Job) -> Fitted:
+        likelihood = copy.deepcopy(self._likelihood)
         assert isinstance(likelihood, Categorical)
         if likelihood.fixed_temperature is not None:
             raise OptionError("Temperature scaling learns the temperature: use Categorical() without one.")
@@ -50,6 +51,7 @@ class Temperature(LikelihoodOnly):
                 f"The predictions are {quality} on these data, so the temperature was limited to {1.0 / inverse:g}. "
                 "Fit on data that the network has not memorized, with labels in the order of its outputs.",
                 PosthocWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         nn.init.constant_(likelihood.log_temperature, -math.log(inverse))
+        return Fitted(likelihood)

@@ -23,9 +23,9 @@ __all__ = ["Vector"]
 RIDGES = (math.inf, 1000.0, 100.0, 10.0, 1.0, 0.1)
 """The ridges that are compared, from the strongest to the weakest."""
 PATIENCE = 2
-"""The number of ridges in a row that are no better than the best one, after which weaker ones are not tried."""
+"""Weaker ridges are not tried after this number in a row that are no better than the best one."""
 FOLDS, MAX_ROWS = 5, 10_000
-"""The ridge is chosen by so many folds of at most so many rows."""
+"""The number of folds by which the ridge is chosen, and the largest number of rows in all of them."""
 MAX_STEPS = 1000
 SEARCH_TOLERANCE, TOLERANCE = 1e-3, 1e-7
 """Gradients at which a fit ends, in coordinates of unit curvature: when ridges are compared, and in the final fit."""
@@ -72,9 +72,7 @@ class Vector(Temperature):
     @property
     def chosen_ridge(self) -> float:
         """The ridge of the fit."""
-        self._require_fitted("chosen_ridge")
-        assert self._fitted is not None
-        return float(self._fitted.metadata["ridge"])
+        return float(self._require_fitted("chosen_ridge").metadata["ridge"])
 
     def _fit(self, job: Job) -> Fitted:
         likelihood = super()._fit(job).likelihood
@@ -105,8 +103,10 @@ class Vector(Temperature):
 
 
 class Base(NamedTuple):
-    """Temperature scaling, from which u and v depart: logits z(1 + u) + ρv, where z = f/τ. A departure is one tensor
-    (C, 2) of u and v, zero for temperature scaling itself."""
+    """Temperature scaling, from which u and v depart: logits z(1 + u) + ρv, where z = f/τ.
+
+    A departure is one tensor (C, 2) of u and v, zero for temperature scaling itself.
+    """
 
     inverse: float  # 1/τ
     size: float  # ρ

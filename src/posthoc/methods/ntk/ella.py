@@ -216,16 +216,14 @@ class FittedELLA(Fitted):
 
     def features(self, part: Outputs) -> Tensor:  # (N, C, K)
         """J(x) along the directions, in the units of training."""
-        if part.features is None:
-            raise DataError("Expected features, which the last layer takes, got outputs without them.")
-        features, outputs = part.features.double(), part.outputs[0].numel()
+        features, outputs, width = part.features, part.outputs[0].numel(), self.tangents.shape[1] - 1
+        if features is None or (self.classes is not None and features.shape[1] != width):
+            found = "none" if features is None else str(features.shape[1])
+            raise DataError(f"Expected features of width {width} as in fit, got {found}.")
         if self.classes is None:
-            phi = features.unflatten(1, (outputs, -1))
+            phi = features.double().unflatten(1, (outputs, -1))
         else:
-            width = self.tangents.shape[1] - 1
-            if features.shape[1] != width:
-                raise DataError(f"Expected features of width {width} as in fit, got {features.shape[1]}.")
-            along = with_one(features) @ self.tangents.mT  # (N, K)
+            along = with_one(features.double()) @ self.tangents.mT  # (N, K)
             phi = along[:, None] * (torch.arange(outputs, device=along.device)[:, None] == self.classes)
         return phi / self.likelihood.scale[:, None] if isinstance(self.likelihood, Gaussian) else phi
 
