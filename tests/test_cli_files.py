@@ -30,12 +30,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(N, C)).astype("float32")
     features = rng.normal(size=(N, D)).astype("float32")
-    np.savez(
-        tmp_path / "classes.npz",
-        outputs=2 * logits,
-        targets=(logits + rng.gumbel(size=(N, C))).argmax(1),
-        features=features,
-    )
+    labels = (logits + rng.gumbel(size=(N, C))).argmax(1)
+    np.savez(tmp_path / "classes.npz", outputs=2 * logits, targets=labels, features=features)
     np.savez(tmp_path / "odd.npz", outputs=0.1 * logits, features=5 * features)
     y = rng.normal(size=N).astype("float32")
     np.savez(tmp_path / "reals.npz", outputs=y, targets=y + rng.normal(size=N), features=features)
@@ -131,29 +127,16 @@ def test_a_table_is_written_part_by_part(folder: Path) -> None:
 
 
 def test_options_from_a_file_and_from_the_line(folder: Path) -> None:
+    general = 'steps = 3\nnum_inducing = 5\nvariance = "shared"\n'
     (folder / "c.toml").write_text(
-        'steps = 3\nnum_inducing = 5\n[kernel]\ntype = "matern"\nnu = 1.5\n[likelihood]\nprediction = "logit_scaling"\n'
+        general + '[kernel]\ntype = "matern"\nnu = 1.5\n[likelihood]\nprediction = "logit_scaling"\n'
     )
-    posthoc(
-        "fit", "classes.npz", "--task", "classification", "-o", "h", "--config", "c.toml", "--set", "steps=4",
-        "--set", "variance=shared", "--seed", "7",
-    )  # fmt: skip
+    posthoc("fit", "classes.npz", "-o", "h", "--config", "c.toml", "--set", "steps=4", "--seed", "7")
     head = FMGP.load("h")
-    assert head.config.steps == 4
-    assert head.config.seed == 7
-    assert head.config.num_inducing == 5
-    assert head.config.variance == "shared"
+    config = head.config
+    assert (config.steps, config.seed, config.num_inducing, config.variance) == (4, 7, 5, "shared")
     assert head.kernel.spec() == {"type": "matern", "on": "features", "nu": 1.5}
     assert head.likelihood.spec()["prediction"] == "logit_scaling"
-
-
-def test_the_same_fit_writes_the_same_bytes(folder: Path) -> None:
-    fit()
-    first = (folder / "head.safetensors").read_bytes()
-    fit("classification", "--force")
-    assert (folder / "head.safetensors").read_bytes() == first
-    fit("classification", "--force", "--seed", "1")
-    assert (folder / "head.safetensors").read_bytes() != first
 
 
 @pytest.mark.parametrize(
@@ -225,8 +208,7 @@ def test_values_of_set_are_read_as_people_write_them(text: str, value: Any) -> N
 
 
 def test_seeds_that_are_too_large_are_refused(folder: Path) -> None:
-    arguments = ["fit", "classes.npz", "-o", "h", "--seed", "4294967296"]
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(app, ["fit", "classes.npz", "-o", "h", "--seed", "4294967296"])
     assert result.exit_code == 2
     assert "4294967295" in result.output
 
@@ -258,13 +240,9 @@ def test_an_interrupted_fit_says_how_to_resume(
     ("table", "message"),
     [
         ("type = 'sum'", r"kernel 'sum' with options of left, right"),
-        (
-            "type = 'sum'\nleft = 'rbf'\nright = 'white'",
-            "a kernel as a table of its type and options, got 'rbf'",
-        ),
+        ("type = 'sum'\nleft = 'rbf'\nright = 'white'", "a kernel as a table of its type and options, got 'rbf'"),
         ("type = 'rbf'\nfoo = 3", r"'rbf' with options of on, lengthscale, amplitude.* got .*foo"),
         ("type = 'rbf'\nlengthscale = 'a'", "Expected length-scales above zero, got 'a'"),
-        ("type = 'rbf'\namplitude = [1.0, 2.0]", "Expected an amplitude, which is one number, got 2"),
         ("type = ['rbf']", r"Expected a kernel of rbf, .* got \['rbf'\]"),
         ("type = 'gpytorch'", r"Expected a kernel of rbf, .* got 'gpytorch'"),
         ("type = 'rbf'\nstart = 3", "and a start as its recipe has it; got .*'start': 3"),

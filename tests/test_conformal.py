@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 import json
 import math
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -97,12 +99,8 @@ def drawn_classes(n: int, seed: int, *, classes: int = 5, sure: float = 4.0) -> 
 VALUES, CLASSES = drawn_values(5, 1)[0], drawn_classes(5, 1)[0]
 
 
-# The guarantee.
-
-
-def beta_law(covered: list[int], new: int, n: int, level: float) -> float:
-    """The p-value of: of so many new points, as many are covered as a Beta-binomial says, which is exact for scores
-    without ties."""
+def coverage_p_value(covered: list[int], new: int, n: int, level: float) -> float:
+    """The p-value of the number of covered points among `new`: it is Beta-binomial for scores without ties."""
     rank = math.ceil((n + 1) * level - 1e-9)
     law = stats.betabinom(new, rank, n + 1 - rank)
     mean, deviation = law.mean(), law.std() / math.sqrt(len(covered))
@@ -113,31 +111,21 @@ def beta_law(covered: list[int], new: int, n: int, level: float) -> float:
     return float(stats.kstest(low + (high - low) * g.uniform(size=len(covered)), "uniform").pvalue)
 
 
-@pytest.mark.parametrize(
-    ("outputs", "score", "n", "level"),
-    [(1, None, 9, 0.9), (1, None, 30, 0.5), (3, "per_output", 57, 0.8), (3, "joint", 30, 0.8)],
-)
-def test_intervals_cover_by_the_exact_law_though_the_method_is_wrong(outputs, score, n, level):
-    covered = []
-    for seed in range(300):
-        new, y = drawn_values(100, seed + 10_000, outputs=outputs)
-        inside = answers(*drawn_values(n, seed, outputs=outputs), new, score).covers(y, level)
-        assert inside.shape == ((100,) if score == "joint" else (100, outputs))
-        covered.append(int(inside.reshape(100, -1)[:, -1].sum()))
-    assert beta_law(covered, 100, n, level) > 1e-3
+LAWS = [
+    *((drawn_values, None, n, level) for n, level in ((9, 0.9), (30, 0.5))),
+    *((partial(drawn_values, outputs=3), score, n, 0.8) for score, n in (("per_output", 57), ("joint", 30))),
+    *((drawn_classes, score, n, level) for score in CLASS_SCORES for n, level in ((19, 0.9), (57, 0.8))),
+]
 
 
-@pytest.mark.parametrize("score", CLASS_SCORES, ids=str)
-@pytest.mark.parametrize(("n", "level"), [(19, 0.9), (57, 0.8)])
-def test_sets_cover_by_the_exact_law_though_the_method_is_wrong(n, level, score):
+@pytest.mark.parametrize(("draw", "score", "n", "level"), LAWS)
+def test_answers_cover_by_the_exact_law_though_the_method_is_wrong(draw, score, n, level):
     covered = []
     for seed in range(200):
-        new, y = drawn_classes(100, seed + 10_000)
-        covered.append(int(answers(*drawn_classes(n, seed), new, score).covers(y, level).sum()))
-    assert beta_law(covered, 100, n, level) > 1e-3
-
-
-# The rank of the threshold.
+        new, y = draw(100, seed + 10_000)
+        inside = answers(*draw(n, seed), new, score).covers(y, level)
+        covered.append(int(inside.reshape(100, -1)[:, -1].sum()))
+    assert coverage_p_value(covered, 100, n, level) > 1e-3
 
 
 @example(99, 70)  # 0.07 * 100 is more than 7 in floating point
@@ -155,15 +143,11 @@ def test_the_rank_is_the_least_that_promises_the_level(n, thousandth):
 
 @pytest.mark.parametrize(("n", "level", "needed"), [(8, 0.9, 9), (18, 0.95, 19)])
 def test_too_few_points_promise_everything_and_say_how_many_it_takes(n, level, needed):
-    pred, classes = answers(*drawn_values(n, 0), VALUES), answers(*drawn_classes(n, 0), CLASSES)
-    with pytest.warns(PosthocWarning, match=f"{n} calibration points .* at least {needed} points"):
-        assert pred.width(level).isposinf().all()
-    with pytest.warns(PosthocWarning, match=f"{n} calibration points .* at least {needed} points"):
-        assert classes.sets(level).all()
+    intervals, sets = answers(*drawn_values(n, 0), VALUES), answers(*drawn_classes(n, 0), CLASSES)
+    for ask in (lambda: intervals.width(level).isposinf(), lambda: sets.sets(level)):
+        with pytest.warns(PosthocWarning, match=f"{n} calibration points .* at least {needed} points"):
+            assert ask().all()
     assert answers(*drawn_values(needed, 0), VALUES).width(level).isfinite().all()
-
-
-# By other means: one point, one class at a time.
 
 
 def slow_rank(scores: list[float], level: float) -> float:
@@ -204,17 +188,12 @@ def test_intervals_are_those_of_a_slow_implementation(score):
     (pred, y), (new, _) = drawn_values(60, 1, outputs=2), drawn_values(40, 2, outputs=2)
     rows = (((y - pred.mean) / pred.std).abs()).tolist()
     for level in (0.2, 0.8, 0.95):
-        if score == "joint":
-            limits = [slow_rank([max(row) for row in rows], level)] * 2
-        else:
-            limits = [slow_rank([row[i] for row in rows], level) for i in range(2)]
+        rates = [[max(row)] * 2 for row in rows] if score == "joint" else rows
+        limits = [slow_rank(list(column), level) for column in zip(*rates, strict=True)]
         lower, upper = answers(pred, y, new, score).interval(level)
         half = torch.tensor(limits, dtype=DOUBLE) * new.std
         torch.testing.assert_close(lower, new.mean - half)
         torch.testing.assert_close(upper, new.mean + half)
-
-
-# Properties.
 
 
 @settings(deadline=None, max_examples=60)
@@ -265,7 +244,7 @@ def test_the_point_that_sets_the_threshold_is_inside_its_own_interval(dtype):
 
 
 def test_equal_scores_are_covered_together():
-    """A method that always says the same: every point of a class is covered, or none."""
+    """All points have the same prediction: every point of a class is covered, or none."""
     pred = softmax(torch.tensor([3.0, 2.0, 1.0]).log().expand(20, 3).clone())
     y = torch.tensor([0] * 10 + [1] * 8 + [2] * 2)
     found = answers(pred, y, pred[:1])
@@ -278,16 +257,12 @@ def test_equal_scores_are_covered_together():
 def test_the_predicted_class_is_the_networks_own_where_probabilities_are_equal(score):
     """Two logits that differ, and whose float32 probabilities do not."""
     logits = torch.tensor([[0.0, 1e-9, -30.0]], dtype=DOUBLE).repeat(30, 1)
-    pred = ClassificationPredictive(
-        LatentGaussian(logits, torch.zeros_like(logits)),
-        logits.float().log_softmax(-1),
-        torch.ones((), dtype=torch.float32),
-    )
+    pred = replace(softmax(logits), log_probs=logits.float().log_softmax(-1))
     found = answers(pred, torch.ones(30, dtype=torch.long), pred, score)
     assert found.sets(0.5)[0].tolist() == [False, True, False]
 
 
-def test_no_doubt_at_all_is_no_excuse():
+def test_a_standard_deviation_of_zero_covers_too():
     y = torch.zeros(20, dtype=DOUBLE)
     certain = gaussian(torch.zeros(20, dtype=DOUBLE), 0.0)
     assert answers(certain, y, certain).covers(y, 0.9).all()
@@ -317,9 +292,6 @@ def test_very_sure_predictions_are_told_apart():
     assert (pred.probs[:, 0] == 1).all()
 
 
-# The share that APS adds.
-
-
 def test_the_random_share_is_uniform_and_belongs_to_the_point():
     x = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(0))
     u = uniform(x, 0)
@@ -338,9 +310,6 @@ def test_sets_do_not_depend_on_the_rows_beside_them(score):
         (pred, y), (new, _) = drawn_classes(40, 0, classes=classes), drawn_classes(20, 1, classes=classes)
         found = answers(pred, y, new, score)
         assert torch.equal(found.sets(0.8), torch.cat([row.sets(0.8) for row in found]))
-
-
-# Around a method.
 
 
 def fitted(task: str, kind: type[Method] = MAP, seed: int = 0, **options: Any) -> tuple[Method, Tensor, Tensor]:
@@ -384,20 +353,10 @@ def test_the_usual_metrics_judge_conformal_intervals():
     torch.testing.assert_close(width(found, truth, 0.8), found.width(0.8).double().mean())
 
 
-# Files.
-
-
 @pytest.mark.parametrize("kind", [FMGP, MAP])
-@pytest.mark.parametrize(
-    ("task", "score"),
-    [
-        ("classification", "raps"),
-        ("classification", APS(seed=2, penalty=0.3, free=1, allow_empty=True)),
-        ("regression", "per_output"),
-        ("regression", "joint"),
-    ],
-)
-def test_a_saved_calibration_goes_with_its_head(kind, task, score, tmp_path):
+@pytest.mark.parametrize("score", ["raps", APS(2, 0.3, free=1, allow_empty=True), "per_output", "joint"], ids=str)
+def test_a_saved_calibration_goes_with_its_head(kind, score, tmp_path):
+    task = "regression" if score in ("per_output", "joint") else "classification"
     options = QUICK if kind is FMGP else {}
     method, x, y = fitted(task, kind, **options)
     conformal = method.conformal((x, y), score=score)
@@ -432,9 +391,6 @@ def test_files_that_were_changed_are_refused(change, message, tmp_path):
         Conformal.load(tmp_path / "c", method)
 
 
-# What is refused.
-
-
 @pytest.mark.parametrize("level", [0.0, 1.0, -0.1, 95, math.nan])
 def test_levels_are_between_0_and_1(level):
     for ask in (answers(*drawn_values(20, 0), VALUES).interval, answers(*drawn_classes(20, 0), CLASSES).sets):
@@ -442,29 +398,24 @@ def test_levels_are_between_0_and_1(level):
             ask(level)
 
 
-def test_what_another_task_has_is_refused():
-    intervals, sets = answers(*drawn_values(20, 0), VALUES), answers(*drawn_classes(20, 0), CLASSES)
-    with pytest.raises(WrongTaskError, match="A ConformalIntervals has no size: that is for classification"):
-        intervals.size(0.9)
-    with pytest.raises(WrongTaskError, match="A ConformalSets has no interval: that is for regression"):
-        sets.interval(0.9)
-    with pytest.raises(AttributeError, match="no attribute 'probs'; the method's own answers are in base"):
-        _ = sets.probs
-    with pytest.raises(WrongTaskError, match="for regression and classification, not for counts"):
-        Conformal.calibrate(None, [], None, "counts")
-    with pytest.raises(DataError, match=r"\(5, 1\), got \(4, 1\)"):
-        intervals.covers(torch.zeros(4, 1), 0.9)
-    with pytest.raises(DataError, match="labels from 0 to 4"):
-        sets.covers(torch.full((5,), 5), 0.9)
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [({"penalty": -1.0}, "penalty of at least 0"), ({"free": -1}, "free to be an"), ({"seed": 0.5}, "seed to be an")],
+    ("kind", "ask", "error", "message"),
+    [
+        ("values", lambda p: p.size(0.9), WrongTaskError, "A ConformalIntervals has no size: that is for classific"),
+        ("classes", lambda p: p.interval(0.9), WrongTaskError, "A ConformalSets has no interval: that is for regr"),
+        ("classes", lambda p: p.probs, AttributeError, "no attribute 'probs'; the method's own answers are in base"),
+        ("values", lambda p: p.covers(torch.zeros(4, 1), 0.9), DataError, r"\(5, 1\), got \(4, 1\)"),
+        ("classes", lambda p: p.covers(torch.full((5,), 5), 0.9), DataError, "labels from 0 to 4"),
+        ("values", lambda p: Conformal.calibrate(None, [], None, "counts"), WrongTaskError, "not for counts"),
+        ("values", lambda p: APS(penalty=-1.0), OptionError, "penalty of at least 0"),
+        ("values", lambda p: APS(free=-1), OptionError, "free to be an"),
+        ("values", lambda p: APS(seed=0.5), OptionError, "seed to be an"),
+    ],
 )
-def test_options_of_a_score_are_checked(options, message):
-    with pytest.raises(OptionError, match=message):
-        APS(**options)
+def test_what_cannot_be_answered_is_refused(kind, ask, error, message):
+    found = answers(*drawn_values(20, 0), VALUES) if kind == "values" else answers(*drawn_classes(20, 0), CLASSES)
+    with pytest.raises(error, match=message):
+        ask(found)
 
 
 @pytest.mark.parametrize(

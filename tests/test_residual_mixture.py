@@ -36,10 +36,14 @@ def two_outputs() -> ResidualMixture:
 
 def density(mixture: ResidualMixture, output: int, z: float) -> float:
     """Written with SciPy."""
-    parts = zip(
-        mixture.weights[output].tolist(), mixture.shifts[output].tolist(), mixture.spreads[output].tolist(), strict=True
-    )
-    return float(sum(w * stats.norm.pdf(z, m, s) for w, m, s in parts))
+    normals = stats.norm(mixture.shifts[output].numpy(), mixture.spreads[output].numpy())
+    return float(mixture.weights[output].numpy() @ normals.pdf(z))
+
+
+def cdf(mixture: ResidualMixture, output: int, z: float) -> float:
+    """Written with SciPy."""
+    normals = stats.norm(mixture.shifts[output].numpy(), mixture.spreads[output].numpy())
+    return float(mixture.weights[output].numpy() @ normals.cdf(z))
 
 
 def integral(mixture: ResidualMixture, output: int, of: object = None, low: float = -60.0, high: float = 60.0) -> float:
@@ -67,12 +71,8 @@ def test_density_moments_and_cdf_are_those_of_numerical_integration(output: int)
 @pytest.mark.parametrize("z", [-1.3, 0.0, 2.2, 9.0])
 def test_crps_is_the_integral_of_the_squared_distance_of_distributions(output: int, z: float) -> None:
     mixture = two_outputs()
-
-    def cdf(v: float) -> float:
-        return float(mixture.cdf(torch.full((2,), v, dtype=torch.float64))[output])
-
-    expected = integral(mixture, output, lambda v: cdf(v) ** 2, high=z)
-    expected += integral(mixture, output, lambda v: (1.0 - cdf(v)) ** 2, low=z)
+    expected = integral(mixture, output, lambda v: cdf(mixture, output, v) ** 2, high=z)
+    expected += integral(mixture, output, lambda v: (1.0 - cdf(mixture, output, v)) ** 2, low=z)
     assert float(mixture.crps(torch.full((2,), z, dtype=torch.float64))[output]) == pytest.approx(expected, abs=1e-8)
 
 
@@ -82,13 +82,7 @@ def test_quantiles_are_those_of_a_root_finder() -> None:
     assert found.shape == (len(LEVELS), 2)
     for i, level in enumerate(LEVELS):
         for output in range(2):
-            parts = stats.norm(mixture.shifts[output].numpy(), mixture.spreads[output].numpy())
-            root = optimize.brentq(
-                lambda v, p=parts, o=output, q=level: float(mixture.weights[o].numpy() @ p.cdf(v)) - q,
-                -60,
-                60,
-                xtol=1e-13,
-            )
+            root = optimize.brentq(lambda v, o=output, q=level: cdf(mixture, o, v) - q, -60, 60, xtol=1e-13)
             assert float(found[i, output]) == pytest.approx(root, abs=1e-9)
 
 
@@ -150,7 +144,6 @@ def skewed(n: int, seed: int = 0) -> Tensor:
 
 def test_em_finds_a_known_mixture() -> None:
     truth = two_outputs()
-    torch.testing.assert_close(truth.weights.sum(-1), torch.ones(2, dtype=torch.float64))
     found = ResidualMixture.fit(truth.sample((20_000, 2), torch.Generator().manual_seed(1)))
     torch.testing.assert_close((found.weights * found.shifts).sum(-1), torch.zeros(2, dtype=torch.float64))
     new = truth.sample((20_000, 2), torch.Generator().manual_seed(2))
@@ -163,14 +156,6 @@ def test_em_finds_a_known_mixture() -> None:
         assert (new <= q).double().mean(0).tolist() == pytest.approx([level, level], abs=0.012)
 
 
-def test_skewed_residuals_have_a_skewed_mixture() -> None:
-    mixture = ResidualMixture.fit(skewed(5000)[:, None])
-    new = skewed(5000, seed=1)
-    for level in (0.025, 0.25, 0.75, 0.975):
-        found = float((new <= mixture.quantile(torch.tensor(level))).double().mean())
-        assert found == pytest.approx(level, abs=2.0 * np.sqrt(2.0 * level * (1.0 - level) / 5000) + 0.005)
-
-
 @pytest.mark.parametrize("n", [200, 2000])
 def test_gaussian_residuals_have_nearly_the_normal_mixture(n: int) -> None:
     z = torch.randn(n, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -179,7 +164,7 @@ def test_gaussian_residuals_have_nearly_the_normal_mixture(n: int) -> None:
     assert float((NORMAL.log_density(new) - mixture.log_density(new)).mean()) < 0.02
 
 
-# ------------------------------------------------------------------------------- predictives with a mixture
+# Predictives with a mixture
 
 
 def predictive(mixture: ResidualMixture | None, n: int = 7) -> RegressionPredictive:
@@ -232,8 +217,7 @@ def test_draws_with_a_covariance_have_it() -> None:
     mean = torch.zeros(1, 2, dtype=torch.float64)
     latent = torch.tensor([[[1.0, 0.6], [0.6, 2.0]]], dtype=torch.float64)
     noise = torch.full_like(mean, 0.5)
-    pred = RegressionPredictive(
-        LatentGaussian(mean, latent.diagonal(dim1=1, dim2=2), latent, False), noise, two_outputs()
-    )
+    gaussian = LatentGaussian(mean, latent.diagonal(dim1=1, dim2=2), latent, False)
+    pred = RegressionPredictive(gaussian, noise, two_outputs())
     draws = pred.sample(200_000, torch.Generator().manual_seed(0))[:, 0]
     torch.testing.assert_close(draws.T.cov(), pred.covariance[0], rtol=0.05, atol=0.02)

@@ -115,7 +115,9 @@ def build_method(name: str, task: str, options: dict[str, Any], device: str | No
         raise OptionError("Expected [likelihood] to be a table of options, and the task to come from --task.")
     if isinstance(spec := options.get("kernel"), dict | str):
         options["kernel"] = kernel_from_spec({"type": spec} if isinstance(spec, str) else spec)
-    return method_named(name)(None, make_likelihood({"type": task, **table}), **{"device": device, **options})
+    if device is not None:
+        options["device"] = device
+    return method_named(name)(None, make_likelihood({"type": task, **table}), **options)
 
 
 def describe(rows: Outputs) -> str:
