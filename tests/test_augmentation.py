@@ -50,32 +50,26 @@ def test_batches_of_every_kind_keep_all_but_their_images():
     flip = lambda images: images.flip(-1)  # noqa: E731
     x, y = ramp(6), torch.arange(6)
     loader = DataLoader(TensorDataset(x, y), batch_size=4)
-    for (images, labels), (x_part, y_part) in zip(Augmented(loader, flip), loader, strict=True):
-        assert torch.equal(images, x_part.flip(-1))
-        assert torch.equal(labels, y_part)
+    images, labels = map(torch.cat, zip(*Augmented(loader, flip), strict=True))
     named = next(iter(Augmented({"pixel_values": x.numpy(), "labels": y}, flip)))
-    assert torch.equal(named["pixel_values"], x.flip(-1))
-    assert torch.equal(named["labels"], y)
+    for found, targets in ((images, labels), (named["pixel_values"], named["labels"])):
+        assert torch.equal(found, x.flip(-1))
+        assert torch.equal(targets, y)
     pair = next(iter(Augmented([({"pixel_values": x}, y)], flip)))
     assert torch.equal(pair[0]["pixel_values"], x.flip(-1))
     assert torch.equal(next(iter(Augmented(x, flip))), x.flip(-1))
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ((torch.randn(5, 4), torch.zeros(5)), r"shape \(N, channels, height, width\) in every batch to augment, got 0"),
-        ((np.zeros((5, 3, 8, 8), np.uint8), torch.zeros(5)), "as real numbers, as the network takes them"),
-        ({"a": torch.zeros(5, 1, 8, 8), "b": torch.zeros(5, 1, 8, 8)}, "Expected one array of images .*got 2"),
-        ([("a name", torch.zeros(5))], "got 0"),
-    ],
-)
-def test_what_is_no_image_is_refused(data, message):
-    with pytest.raises(DataError, match=message):
-        list(Augmented(data, "crops"))
-
-
-def test_bad_requests_are_refused():
+def test_what_is_no_image_and_bad_requests_are_refused():
+    y, image = torch.zeros(5), torch.zeros(5, 1, 8, 8)
+    for data, message in (
+        ((torch.randn(5, 4), y), r"shape \(N, channels, height, width\) in every batch to augment, got 0"),
+        ((np.zeros((5, 3, 8, 8), np.uint8), y), "as real numbers, as the network takes them"),
+        ({"a": image, "b": image}, "Expected one array of images .*got 2"),
+        ([("a name", y)], "got 0"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list(Augmented(data, "crops"))
     with pytest.raises(OptionError, match='Expected augment="crops" or a function'):
         Augmented((ramp(), torch.zeros(64)), "flips")
     with pytest.raises(DataError, match="give images, not its outputs"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from itertools import count
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -31,11 +33,11 @@ ROWS = 23
 TRUSTED = ("--trust-code", "--weights", "none")
 
 
-def run(*args: object) -> str:
+def run(*args: object, exit_code: int = 0) -> str:
     app = typer.Typer()
     app.command()(collect)
     done = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == exit_code, done.output
     return done.output
 
 
@@ -43,19 +45,14 @@ def dataset(rows: int = ROWS) -> TensorDataset:
     return TensorDataset(raw(rows), torch.arange(rows) % 3)
 
 
-class Counted:
+class Counted(TensorDataset):
     """A dataset that remembers which of its rows were read."""
 
-    def __init__(self, rows: int = ROWS) -> None:
-        self.inner = dataset(rows)
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.inner)
+    read: ClassVar[list[int]] = []
 
     def __getitem__(self, row: int):
         self.read.append(row)
-        return self.inner[row]
+        return super().__getitem__(row)
 
 
 class Stream:
@@ -71,17 +68,16 @@ class Stream:
         return (dataset()[row] for row in range(self.first, ROWS))
 
 
-class FailsAt:
+def fails_at(batch: int):
     """A predictor that breaks down at its n-th batch."""
+    net, numbers = TinyNet().eval(), count(1)
 
-    def __init__(self, batch: int) -> None:
-        self.net, self.left = TinyNet().eval(), batch
-
-    def __call__(self, x):
-        self.left -= 1
-        if not self.left:
+    def predict(x):
+        if next(numbers) == batch:
             raise RuntimeError("out of memory")
-        return self.net(x)
+        return net(x)
+
+    return Backbone(predict, None, None)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -98,9 +94,9 @@ def test_a_dataset_becomes_a_mapped_folder(tmp_path, data, workers):
 
 def test_a_resumed_run_reads_only_what_is_left(tmp_path):
     with pytest.raises(RuntimeError, match="out of memory"):
-        collect_to_folder(Backbone(FailsAt(3), None, None), dataset(), tmp_path, identity={}, batch_size=5)
-    rest = Counted()
-    found = collect_to_folder(Backbone(FailsAt(0), None, None), rest, tmp_path, identity={}, batch_size=5)
+        collect_to_folder(fails_at(3), dataset(), tmp_path, identity={}, batch_size=5)
+    rest = Counted(*dataset().tensors)
+    found = collect_to_folder(fails_at(0), rest, tmp_path, identity={}, batch_size=5)
     assert rest.read == list(range(10, ROWS))
     assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3), "outputs", "targets")
 
@@ -124,26 +120,21 @@ def test_another_network_layer_or_choice_of_inputs_is_refused(tmp_path):
     assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3, TinyNet(seed=1)), "outputs", "targets", "features")
 
 
-def test_options_and_empty_data_are_checked(tmp_path):
+def test_options_empty_data_and_lost_rows_are_refused(tmp_path):
     backbone = Backbone(TinyNet(), None, None)
     for options, message in [({"batch_size": 0}, "batch_size"), ({"workers": -1}, "workers")]:
         with pytest.raises(OptionError, match=message):
             collect_to_folder(backbone, dataset(), tmp_path / "o", identity={}, **options)
     with pytest.raises(DataError, match="at least one row"):
         collect_to_folder(backbone, [], tmp_path / "o", identity={})
-
-
-def test_a_network_that_loses_rows_is_refused(tmp_path):
-    backbone = Backbone(lambda x: x.flatten(1)[:1], None, None)
-    data = [x for x, _ in dataset()]
+    loses = Backbone(lambda x: x.flatten(1)[:1], None, None)
     with pytest.raises(DataError, match=f"Expected {ROWS} rows of outputs, got 5"):
-        collect_to_folder(backbone, data, tmp_path, identity={}, batch_size=5)
+        collect_to_folder(loses, raw(ROWS), tmp_path / "o", identity={}, batch_size=5)
 
 
 def test_progress_is_shown_where_it_is_wanted(tmp_path, capfd):
     collect_to_folder(Backbone(TinyNet(), None, None), dataset(), tmp_path / "a", identity={}, progress=True)
-    shown = capfd.readouterr().err
-    assert f"{ROWS}/{ROWS}" in shown
+    assert f"{ROWS}/{ROWS}" in capfd.readouterr().err
     collect_to_folder(Backbone(TinyNet(), None, None), dataset(), tmp_path / "b", identity={})
     assert capfd.readouterr().err == ""
 
@@ -154,16 +145,9 @@ def test_the_command_collects_a_folder_of_images(tmp_path):
     assert printed.strip() == f"wrote {tmp_path / 'o'}: 23 rows (3 outputs, 4 features) with targets"
     assert_close(open_outputs(tmp_path / "o"), expected(raw(ROWS), labels), "outputs", "features", "targets")
     identity = read_identity(tmp_path / "o")
-    assert identity["predictor"] == NET
-    assert identity["layer"] == "input of fc"
-    assert identity["transform"] == "none"
+    assert identity.items() >= {"predictor": NET, "layer": "input of fc", "transform": "none"}.items()
     assert identity["data"]["rows"] == ROWS
     assert str(tmp_path) not in json.dumps(identity)
-
-
-def test_a_folder_that_changed_is_refused(tmp_path):
-    image_folder(tmp_path / "images", 5)
-    run(NET, tmp_path / "images", "-o", tmp_path / "o", *TRUSTED, "--workers", 0)
     (tmp_path / "images" / "class_0" / "000.png").rename(tmp_path / "images" / "class_0" / "renamed.png")
     with pytest.raises(FileError, match=r"data: .* there"):
         run(NET, tmp_path / "images", "-o", tmp_path / "o", *TRUSTED, "--workers", 0)
@@ -202,11 +186,7 @@ def test_an_interrupted_command_goes_on_to_the_same_bytes(tmp_path, monkeypatch)
     options = ("--transform", TRANSFORM, "--layer", "conv", "--inputs", *TRUSTED, "--batch-size", 4, "--workers", 0)
     args = (NET, tmp_path / "images", *options)
     monkeypatch.setattr(TinyNet, "forward", interrupted)
-    app = typer.Typer()
-    app.command()(collect)
-    done = CliRunner().invoke(app, [*map(str, args), "-o", str(tmp_path / "o")])
-    assert done.exit_code == 130
-    assert "run the same command again" in done.output
+    assert "run the same command again" in run(*args, "-o", tmp_path / "o", exit_code=130)
     assert json.loads((tmp_path / "o" / "outputs.json").read_text())["rows"] == 12
     run(*args, "-o", tmp_path / "o")
     run(*args, "-o", tmp_path / "whole")

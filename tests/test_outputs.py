@@ -16,10 +16,6 @@ def test_rows_end() -> None:
     for row in (3, -4):
         with pytest.raises(IndexError, match="a row from 0 to 2"):
             outputs[row]
-
-
-def test_array_is_of_the_outputs() -> None:
-    outputs = Outputs(torch.arange(6.0).reshape(3, 2))
     assert np.asarray(outputs).tolist() == outputs.outputs.tolist()
     assert np.asarray(outputs, dtype=np.float64).dtype == np.float64
 
