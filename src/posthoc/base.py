@@ -29,7 +29,7 @@ from posthoc.errors import DataError, NotFittedError, OptionError
 from posthoc.io import check_tensors, contents_sha256, read_head, reading, sound_shapes, write_head
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.registry import make_likelihood
-from posthoc.predictive.base import Predictive
+from posthoc.predictive.base import Predictive, require_finite_prediction
 from posthoc.predictive.conformal import Conformal, Score
 from posthoc.training import Checkpoint
 from posthoc.validation import integer, known_device
@@ -158,7 +158,7 @@ class Method(ABC):
     """Whether the method works with likelihoods of other tasks too."""
     black_box: bool = True
     """Whether the method needs nothing but outputs (else it needs the network)."""
-    reads_again: bool = False
+    _reads_again: bool = False
     """Whether a fit reads the data more than once."""
     fixed_mean: ClassVar[bool] = True
     """Whether the mean of a prediction is the network's own output."""
@@ -290,7 +290,7 @@ class Method(ABC):
                     "outputs: give those data, or use a method that needs outputs alone, such as fmgp."
                 )
             return data
-        if self.reads_again and not once and isinstance(data, Iterator):
+        if self._reads_again and not once and isinstance(data, Iterator):
             raise DataError(
                 f"Expected a DataLoader or arrays, since {self.name} reads the data more than once, got an iterator."
             )
@@ -478,11 +478,8 @@ class Method(ABC):
         """Raises if the head in a file cannot be loaded."""
         tensors, header = read_head(path, self.name)
         given = {name: getattr(self.config, name) for name in self.Config.given_on_load()}
-        type(self)._restored(path, tensors, {**header, "network": None}, self._model, given)
-
-    @property
-    def _model(self) -> Any:
-        return self.backbone.model if self.backbone is not None else None
+        model = self.backbone.model if self.backbone is not None else None
+        type(self)._restored(path, tensors, {**header, "network": None}, model, given)
 
     def _identity(self) -> dict[str, Any]:
         """The method, its options and its likelihood: what decides the numbers of a fit beside the data."""
@@ -490,15 +487,14 @@ class Method(ABC):
 
     def _header(self) -> dict[str, Any]:
         """What a head file holds beside the tensors, with places for the names of columns and classes."""
-        shapes = {
-            "outputs": list(self._width or ()),
-            "fitted": self._fitted.shapes() if isinstance(self._fitted, Fitted) else {},
-        }
+        assert self._fitted is not None
+        shapes = {"outputs": list(self._width or ()), "fitted": self._fitted.shapes()}
         found = {"shapes": shapes, "rounding": self._rounding, "network": self._network}
         return {**self._identity(), **found, "columns": None, "classes": None}
 
     def _tensors(self) -> dict[str, Tensor]:
-        return tensors_of(self._fitted.state_dict()) if self._fitted is not None else {}
+        assert self._fitted is not None
+        return tensors_of(self._fitted.state_dict())
 
     @abstractmethod
     def _fit(self, job: Job) -> Fitted:
@@ -513,7 +509,7 @@ class Method(ABC):
 
         By default `fitted.predictive(rows, covariance=...)`, computed where the fitted state is.
         """
-        dense, rows = self._dense(covariance), self._rows_at_once()
+        rows, dense = self._rows_at_once(), self._dense(covariance)
         dense = covariance or (dense and fitted.coupled)
         rows = min(rows, fitted.rows_at_once(math.prod(self._width or ()), dense=dense))
         return Predictor(partial(fitted.predictive, covariance=dense), rows, fitted.reads, fitted.device)
@@ -600,15 +596,3 @@ def with_targets(data: Any, targets: Any) -> Any:
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a state: a network may keep other values there."""
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def require_finite_prediction(predictive: Predictive) -> None:
-    """Refuses a prediction with NaN or infinity."""
-    values = [*vars(predictive).values(), *vars(predictive.latent).values()]
-    parts = [part for part in values if isinstance(part, Tensor) and part.is_floating_point()]
-    largest = [torch.linalg.vector_norm(part, math.inf).double() for part in parts if part.numel()]
-    if largest and not bool(torch.stack(largest).isfinite().all()):
-        raise DataError(
-            "Expected finite predictions, got NaN or infinity from finite outputs: the inputs are too large, or the "
-            "head is damaged. Fit it again."
-        )

@@ -44,8 +44,6 @@ __all__ = [
 
 HEAD = "posthoc-head"
 VERSION = 2
-LONGEST_CONFIG = 2**24
-"""The largest number of characters in the config of a file."""
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 """Errors of a disk that are reported with the name of the file that was to be written."""
 
@@ -274,8 +272,7 @@ def read_tensors(path: str | os.PathLike[str], format: str) -> tuple[dict[str, T
             "Check the path; a truncated file must be saved again."
         ) from error
     try:
-        text = metadata["posthoc"]
-        document = json.loads(text) if len(text) <= LONGEST_CONFIG else None
+        document = json.loads(metadata["posthoc"])
     except (KeyError, ValueError, RecursionError):
         document = None
     if not isinstance(document, dict) or document.pop("format", None) != format:

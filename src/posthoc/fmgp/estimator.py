@@ -182,7 +182,7 @@ class FMGP(Method):
         super().__init__(model, likelihood, **options)
         self.config = self.config.resolved(self._likelihood.task)
         self._likelihood.check_alpha(self.config.alpha)
-        self.history, self.reads_again = History(), not self.config.cache
+        self.history, self._reads_again = History(), not self.config.cache
 
     def __repr__(self) -> str:
         described = f"FMGP({self._likelihood.task}, {type(self.config.kernel).__name__}"

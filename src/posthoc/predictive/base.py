@@ -16,12 +16,20 @@ import torch
 from torch import Tensor
 
 from posthoc.display import html_table
-from posthoc.errors import OptionError, WrongTaskError
+from posthoc.errors import DataError, OptionError, WrongTaskError
 from posthoc.numerics import rows_that_fit
 from posthoc.predictive.latent import Latent, correlate
 from posthoc.validation import as_rows, choice, integer, number
 
-__all__ = ["LatentGaussian", "Predictive", "Rows", "UncertaintyScore", "apply_by_rows", "row_means", "working_dtype"]
+__all__ = [
+    "LatentGaussian",
+    "Predictive",
+    "Rows",
+    "UncertaintyScore",
+    "apply_by_rows",
+    "row_means",
+    "working_dtype",
+]
 
 SHOWN_COLUMNS = 6
 """The most columns that the HTML table of a notebook has for one quantity."""
@@ -222,6 +230,18 @@ class LatentGaussian(Rows):
     def columns(self) -> dict[str, Tensor]:
         """Mean and standard deviation."""
         return {"mean": self.mean, "std": self.std}
+
+
+def require_finite_prediction(predictive: Predictive) -> None:
+    """Raises `DataError` for a prediction with NaN or infinity."""
+    values = [*vars(predictive).values(), *vars(predictive.latent).values()]
+    parts = [part for part in values if isinstance(part, Tensor) and part.is_floating_point()]
+    largest = [torch.linalg.vector_norm(part, math.inf).double() for part in parts if part.numel()]
+    if largest and not bool(torch.stack(largest).isfinite().all()):
+        raise DataError(
+            "Expected finite predictions, got NaN or infinity from finite outputs: the inputs are too large, or the "
+            "head is damaged. Fit it again."
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -69,7 +69,7 @@ class NTKMethod(Method):
                     f'{self.name} with weights="all" needs the network itself, an nn.Module, to differentiate. '
                     'With weights="last" it needs outputs and features alone.'
                 )
-            self.black_box, self.reads_again = False, True
+            self.black_box, self._reads_again = False, True
             self.jacobian = Jacobian(self.backbone.module, self._likelihood.task)
 
     @abstractmethod

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import CHUNK, Fitted, Job, Method, TrainingConfig, require_finite_prediction
+from posthoc.base import CHUNK, Fitted, Job, Method, TrainingConfig
 from posthoc.collect.class_scores import as_logits
 from posthoc.collect.loaders import Batch, is_arrays, iterate, move, row_count, take, tensors_of
 from posthoc.collect.network import Backbone, evaluating, exclusive, run_network
@@ -20,7 +20,7 @@ from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.predictive.base import Predictive
+from posthoc.predictive.base import Predictive, require_finite_prediction
 from posthoc.predictive.latent import ZeroLatent
 from posthoc.training import History, Ranks, train
 
@@ -37,7 +37,7 @@ class NetworkMethod(Method):
     """
 
     black_box = False
-    reads_again = True
+    _reads_again = True
     backbone: Backbone
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
