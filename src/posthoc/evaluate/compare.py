@@ -111,10 +111,9 @@ class Comparison:
     def notes(self) -> list[str]:
         """The methods without figures and why, those with the same reason together."""
         methods: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.error is not None:
-                reason = f"({'failed' if row.applies else 'does not apply'}): {row.error}"
-                methods.setdefault(reason, []).append(row.method)
+        for row in (row for row in self.rows if row.error is not None):
+            reason = f"({'failed' if row.applies else 'does not apply'}): {row.error}"
+            methods.setdefault(reason, []).append(row.method)
         return [f"{', '.join(names)} {reason}" for reason, names in methods.items()]
 
     def show(self, console: Any = None, title: str = "") -> None:
@@ -211,9 +210,9 @@ def compare(
 
     def make(entry: Entry) -> Method:
         if isinstance(entry, Method):
-            if entry.likelihood.task != likelihood.task:
-                raise OptionError(f"Expected a method for {likelihood.task}, got one for {entry.likelihood.task}.")
-            return entry
+            if entry.likelihood.task == likelihood.task:
+                return entry
+            raise OptionError(f"Expected a method for {likelihood.task}, got one for {entry.likelihood.task}.")
         kind, options = entry if isinstance(entry, tuple) else (entry, {})
         kind = method_named(kind) if isinstance(kind, str) else kind
         return kind(model, copy.deepcopy(likelihood), **{**kind.known_options(common), **options})

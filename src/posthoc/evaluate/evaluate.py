@@ -87,14 +87,14 @@ class Evaluation:
             columns = [column for column in map(self.scores.column, needed) if column is not None]
             if len(columns) == len(needed):
                 curves[name] = make(*columns)
-        entropy, outside = (self.scores.column(m.default_uncertainty, outside=outside) for outside in (False, True))
+        entropy, outside = (self.scores.column(m.uncertainty, outside=outside) for outside in (False, True))
         if self.classes and entropy is not None:
             curves["entropy"] = entropies(entropy, outside, self.classes)
         return curves
 
     def examples(self, count: int = 8) -> dict[str, list[dict[str, Any]]]:
         """The rows a classifier is most and least certain of: row, target, predicted class, probability, entropy."""
-        entropy, confidence, shown = map(self.scores.column, (m.default_uncertainty, m.confidence, details))
+        entropy, confidence, shown = map(self.scores.column, (m.uncertainty, m.confidence, details))
         if entropy is None or confidence is None or shown is None:
             return {}
         names = ("row", "target", "said", "probability", "entropy")
@@ -198,7 +198,7 @@ def shown_intervals(shown: Tensor, below: Tensor) -> Curve:
 
 CURVES: dict[str, tuple[Callable[..., Curve], tuple[m.Score, ...]]] = {
     "reliability": (reliability, (m.confidence, m.hit)),
-    "risk_coverage": (risk_coverage, (m.default_uncertainty, m.default_loss)),
+    "risk_coverage": (risk_coverage, (m.uncertainty, m.default_loss)),
     "calibration": (calibration, (m.probability_below,)),
     "error_bars": (shown_intervals, (details, m.probability_below)),
 }

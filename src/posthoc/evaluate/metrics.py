@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from posthoc.errors import DataError, OptionError, WrongTaskError
-from posthoc.numerics import rows_that_fit
-from posthoc.predictive.base import Predictive, row_means
+from posthoc.predictive.base import Predictive, apply_by_rows, row_means
 from posthoc.predictive.calibration_error import expected_calibration_error
 from posthoc.validation import class_labels, integer, regression_targets
 
@@ -67,8 +65,10 @@ def hit(pred: Predictive, y: Any) -> Tensor:  # (N,)
 
 def squared_distance(pred: Predictive, y: Any) -> Tensor:  # (N,)
     """The Brier score, Σ_c (p_c - 1[y = c])²: from 0 to 2."""
-    probs = class_log_probs(pred).double().exp()
-    return (probs - one_hot(class_labels(y, probs), probs.shape[-1])).square().sum(-1)
+    labels = class_labels(y, class_log_probs(pred))
+    true = pred.log_probs.gather(-1, labels[:, None]).squeeze(-1).double().exp()
+    all_squares = apply_by_rows(lambda part: part.log_probs.double().exp().square().sum(-1), pred)
+    return all_squares - true.square() + (1.0 - true).square()
 
 
 def squared_error(pred: Predictive, y: Any) -> Tensor:  # (N,)
@@ -111,9 +111,9 @@ def interval_width(pred: Predictive, y: Any, level: float) -> Tensor:  # (N,)
     return row_means(upper.double() - lower.double())
 
 
-def default_uncertainty(pred: Predictive, y: Any = None) -> Tensor:  # (N,)
-    """`pred.uncertainty()`: the entropy of classes, the standard deviation of real numbers."""
-    return pred.uncertainty()
+def uncertainty(pred: Predictive, y: Any = None, by: Uncertainty = None) -> Tensor:  # (N,)
+    """`pred.uncertainty(by)`, by default the entropy of classes or the standard deviation of real numbers."""
+    return pred.uncertainty(by)
 
 
 def default_loss(pred: Predictive, y: Any) -> Tensor:  # (N,)
@@ -238,7 +238,7 @@ def cqm_of(below: Tensor) -> Tensor:
 
 def entropy_histogram(pred: Predictive, bins: int = 50) -> tuple[Tensor, Tensor]:  # (bins + 1,), (bins,)
     """The edges of equal bins of entropy from 0 to log C, and the number of points in each."""
-    return histogram(scores(partial_uncertainty("entropy"), pred), math.log(class_log_probs(pred).shape[1]), bins)
+    return histogram(scores(partial(uncertainty, by="entropy"), pred), math.log(class_log_probs(pred).shape[1]), bins)
 
 
 def histogram(values: Tensor, top: float, bins: int) -> tuple[Tensor, Tensor]:  # (bins + 1,), (bins,)
@@ -259,7 +259,7 @@ def risk_coverage(pred: Predictive, y: Any, by: Uncertainty = None) -> tuple[Ten
     Returns:
         The coverages 1/N, ..., 1, and the error rate (classification) or mean squared error (regression) at each.
     """
-    risk = selective_risk(scores(partial_uncertainty(by), pred), scores(default_loss, pred, y))
+    risk = selective_risk(scores(partial(uncertainty, by=by), pred), scores(default_loss, pred, y))
     return torch.arange(1, len(risk) + 1, dtype=risk.dtype, device=risk.device) / len(risk), risk
 
 
@@ -294,7 +294,7 @@ def ood_detection(pred: Predictive, outside: Predictive, by: Uncertainty = None)
         `auc`, the area under the ROC curve (ties counted half), and `fpr95`, the share of in-distribution data above
         the threshold that 95 % of the others reach.
     """
-    inside, other = (scores(partial_uncertainty(by), each) for each in (pred, outside))
+    inside, other = (scores(partial(uncertainty, by=by), each) for each in (pred, outside))
     return {"auc": auroc(inside, other), "fpr95": fpr_at(0.95, inside, other)}
 
 
@@ -323,22 +323,14 @@ def fpr_at(
 
 
 def scores(score: Score, pred: Predictive, y: Any = None) -> Tensor:  # (N,) or (N, ...)
-    """`score(pred, y)` in float64, computed for some rows at a time.
+    """`score(pred, y)` in float64.
 
     Raises:
         DataError: If there are no rows, or the score of one is NaN.
     """
     if not len(pred):
         raise DataError("Expected predictions for at least one row to score, got none.")
-    size = rows_that_fit(pred.latent.mean.shape[1:].numel())
-    if len(pred) <= size:
-        values = score(pred, y)
-    else:
-        y = torch.as_tensor(y) if y is not None else None
-        ends = [*range(size, len(pred), size), None]  # the last part has all targets that are left, to be counted
-        parts = [slice(start, end) for start, end in zip(range(0, len(pred), size), ends, strict=True)]
-        values = torch.cat([score(pred[rows], y[rows] if y is not None else None) for rows in parts])
-    values = values.detach().double()
+    values = score(pred, y).detach().double()
     if bool(values.isnan().any()):
         row = int(values.isnan().nonzero()[0, 0])
         name = getattr(score, "func", score).__name__
@@ -347,15 +339,6 @@ def scores(score: Score, pred: Predictive, y: Any = None) -> Tensor:  # (N,) or 
             "zero, in the predictions there."
         )
     return values
-
-
-def partial_uncertainty(by: Uncertainty) -> Score:
-    """`pred.uncertainty(by)` as a score."""
-
-    def uncertainty(pred: Predictive, y: Any = None) -> Tensor:
-        return pred.uncertainty(by)
-
-    return uncertainty
 
 
 def predicted_class(pred: Predictive) -> Tensor:  # (N,)

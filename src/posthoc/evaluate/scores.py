@@ -47,9 +47,9 @@ METRICS: dict[str, Metric] = {
     "cqm": Metric((m.probability_below,), m.cqm_of),
     **{f"coverage_{percent}": Metric((partial(m.covered, level=percent / 100),)) for percent in (50, 90, 95)},
     "width_90": Metric((partial(m.interval_width, level=0.9),)),
-    "aurc": Metric((m.default_uncertainty, m.default_loss), lambda score, loss: m.selective_risk(score, loss).mean()),
-    "ood_auc": Metric((m.default_uncertainty,), m.auroc, detects=True),
-    "ood_fpr95": Metric((m.default_uncertainty,), partial(m.fpr_at, 0.95), detects=True),
+    "aurc": Metric((m.uncertainty, m.default_loss), lambda score, loss: m.selective_risk(score, loss).mean()),
+    "ood_auc": Metric((m.uncertainty,), m.auroc, detects=True),
+    "ood_fpr95": Metric((m.uncertainty,), partial(m.fpr_at, 0.95), detects=True),
 }
 """Metrics by name; `Likelihood.metrics` names those of a task."""
 
@@ -88,10 +88,9 @@ class Scores:
             **{score.__name__: Metric((score,)) for score in named if callable(score)},
         }
         needed = [score for metric in self.metrics.values() for score in metric.scores]
+        detecting = [score for metric in self.metrics.values() if metric.detects for score in metric.scores]
         self._inside: dict[m.Score, list[Tensor]] = {score: [] for score in (*needed, *keep)}
-        self._outside: dict[m.Score, list[Tensor]] = {
-            score: [] for metric in self.metrics.values() if metric.detects for score in metric.scores
-        }
+        self._outside: dict[m.Score, list[Tensor]] = {score: [] for score in detecting}
 
     def update(self, pred: Predictive, y: Any) -> None:
         """Adds a batch. A batch with an error is left out as a whole.
@@ -143,21 +142,21 @@ class Scores:
 
     def _add(self, kept: dict[m.Score, list[Tensor]], pred: Predictive, y: Any = None) -> None:
         if len(pred):
-            for score, values in {score: m.scores(score, pred, y).cpu() for score in kept}.items():
-                kept[score].append(values)
+            batch = [m.scores(score, pred, y).cpu() for score in kept]
+            for parts, values in zip(kept.values(), batch, strict=True):
+                parts.append(values)
 
     def _applicable(self) -> list[tuple[str, Metric, list[Tensor]]]:
         """Metrics with the columns they take; those of out-of-distribution data only where there are such data."""
-        inside, outside = (
-            {score: gathered(parts) for score, parts in kept.items()} for kept in (self._inside, self._outside)
-        )
-        if not all(len(values) for values in inside.values()):
+        inside = {score: gathered(parts) for score, parts in self._inside.items()}
+        outside = {score: gathered(parts) for score, parts in self._outside.items()}
+        if not all(map(len, inside.values())):
             raise DataError("Expected some data before Scores.compute(), got none: call update first.")
         metrics = []
         for name, metric in self.metrics.items():
-            columns = [inside[score] for score in metric.scores]
-            columns += [outside[score] for score in metric.scores] if metric.detects else []
-            if all(len(column) for column in columns):
+            sides = (inside, outside) if metric.detects else (inside,)
+            columns = [side[score] for side in sides for score in metric.scores]
+            if all(map(len, columns)):
                 metrics.append((name, metric, columns))
         return metrics
 
