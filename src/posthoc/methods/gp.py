@@ -166,8 +166,7 @@ class FittedGP(Fitted):
         return self.coordinates.spaces
 
     def rows_at_once(self, outputs: int, *, dense: bool) -> int:
-        points, _, _ = self.process.shape
-        return rows_that_fit(points * outputs)
+        return rows_that_fit(self.process.shape[0] * outputs)
 
     def predictive(self, outputs: Outputs, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows, in the user's units."""

@@ -1,4 +1,4 @@
-"""Vector scaling: a scale and a bias for each class, as far from temperature scaling as the data warrant."""
+"""Vector scaling: a scale and a bias for each class."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Vector(Temperature):
         base = Base.of(job.train, 1.0 / likelihood.temperature.item())
         ridge = self.config.ridge
         if limit_reached(job.train.outputs, base.inverse) is not None:
-            ridge = math.inf  # a temperature at its limit is not to be refined
+            ridge = math.inf  # a temperature at its limit is left as it is
         elif ridge is None:
             ridge = best_ridge(base, job, self.config.seed)
         u, v = base.fit(job.train, ridge, TOLERANCE).unbind(1)

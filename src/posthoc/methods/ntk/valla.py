@@ -41,7 +41,7 @@ from posthoc.validation import choice
 __all__ = ["VaLLA"]
 
 POWERS = range(-3, 6)
-"""Powers of ten that σ₀² may start at, on validation data."""
+"""Powers of ten that the initial σ₀² is multiplied by, to find the best one on validation data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class VaLLA(NTKMethod):
         return fitted
 
     def _untrained(self, train: Outputs, likelihood: Likelihood, tangents: tuple[Tensor, Tensor] | None) -> FittedVaLLA:
-        """The process as it starts: outputs have a mean prior variance of one, unless σ₀² is given.
+        """The process before training. Its outputs have a mean prior variance of one, unless σ₀² is given.
 
         `tangents` are the gradients at the inducing points and their outputs, of a kernel of all weights.
         """
@@ -162,8 +162,7 @@ class VaLLA(NTKMethod):
         return FittedVaLLA(process, coordinates, likelihood, gradients=gradients)
 
     def _tangent_features(self, tangents: Tensor, batch: Batch) -> Tensor:  # (N, C M + C C)
-        """The tangent kernel for a prior variance of one, between a point's outputs and the inducing points, and among
-        those outputs."""
+        """The tangent kernel of a point's outputs, with the inducing points and among themselves, for σ₀² = 1."""
         parts = []
         for j in self.jacobian.written(batch):
             cross = products(j.flatten(0, 1), tangents.to(j.device))
@@ -183,7 +182,7 @@ class VaLLA(NTKMethod):
 
 
 class FittedVaLLA(FittedFMGP):
-    """A fitted process, and the gradients at its inducing points where they are of all weights."""
+    """A fitted process and, with `weights="all"`, the gradients at its inducing points."""
 
     def __init__(self, *parts: Any, gradients: Tensor | None = None, **options: Any) -> None:
         super().__init__(*parts, **options)
@@ -226,18 +225,17 @@ class TangentProcess(Process):
         return self._correction(self.z["features"]).w
 
     def latent(self, x: Points, w: Tensor) -> Latent:
-        cross, prior = self.split(x["features"])
-        units, variance = self._units_and_variance()
-        known = (variance * units[:, None] * units[self.z_class] * cross) @ w.mT  # (N, C, M)
-        return DenseLatent(variance * units[:, None] * units * prior - known @ known.mT)
+        (cross, prior), scale = self.split(x["features"]), self._scale()
+        known = (scale[:, None] * scale[self.z_class] * cross) @ w.mT  # (N, C, M)
+        return DenseLatent(scale[:, None] * scale * prior - known @ known.mT)
 
     def _correction(self, kzz: Tensor) -> Correction:
-        units, variance = self._units_and_variance()
-        units = units[self.z_class]
-        return correction(self.chol, variance * units[:, None] * units * kzz)
+        scale = self._scale()[self.z_class]
+        return correction(self.chol, scale[:, None] * scale * kzz)
 
-    def _units_and_variance(self) -> tuple[Tensor, Tensor]:  # (C,) and ()
-        return self.coupling.diagonal().sqrt(), self.kernel.get_parameter("log_variance").exp()
+    def _scale(self) -> Tensor:  # (C,)
+        """σ₀ in the units of training of each output."""
+        return (self.coupling.diagonal() * self.kernel.get_parameter("log_variance").exp()).sqrt()
 
 
 @torch.no_grad()
