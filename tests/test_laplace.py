@@ -17,6 +17,7 @@ from posthoc import Categorical, Gaussian, Outputs
 from posthoc.errors import DataError, LayerError, NotFittedError, OptionError, PosthocWarning
 from posthoc.methods.laplace.laplace import Laplace
 from posthoc.methods.laplace.last_layer import find_last_layer
+from posthoc.methods.laplace_torch import LaplaceTorch
 from tests.cases import answers, same
 
 DOUBLE = torch.float64
@@ -369,8 +370,6 @@ def test_regression_equals_laplace_torch(form, width, theirs):
     ("curvature", "subnetwork"), [("kron", None), ("full", None), ("diag", None), ("full", 7), ("diag", ["2"])]
 )
 def test_the_adapter_gives_what_laplace_torch_gives(task, curvature, subnetwork, theirs, tmp_path):
-    from posthoc.methods.laplace_torch import LaplaceTorch
-
     model, x, y, _ = case(task)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.train()
@@ -399,8 +398,6 @@ def test_the_adapter_gives_what_laplace_torch_gives(task, curvature, subnetwork,
 
 
 def test_the_adapter_refuses_what_it_cannot_do():
-    from posthoc.methods.laplace_torch import LaplaceTorch
-
     model, _, _, data = case("classification")
     with pytest.raises(OptionError, match=r"nn\.Module"):
         LaplaceTorch(None, "classification")
@@ -417,9 +414,8 @@ def test_the_adapter_refuses_what_it_cannot_do():
         LaplaceTorch(model, Gaussian("per_output"))
     with pytest.raises(OptionError, match=r"38 weights need 2.31e-05 GB"):
         LaplaceTorch(model, "classification", curvature="full", max_gigabytes=1e-6)
-    frozen = network(3).requires_grad_(False)
     with pytest.raises(OptionError, match="not frozen"):
-        LaplaceTorch(frozen, "classification")
+        LaplaceTorch(network(3).requires_grad_(False), "classification")
 
 
 @pytest.mark.parametrize(("form", "nll"), [("kron", 0.2414), ("full", 0.2384)])

@@ -92,12 +92,7 @@ class RotatedLatent(Latent):
 
 
 def sum_curvature(
-    parts: Iterable[tuple[Tensor, Tensor | None]],
-    form: Form,
-    num_outputs: int,
-    *,
-    bias: bool,
-    share: float = 1.0,
+    parts: Iterable[tuple[Tensor, Tensor | None]], form: Form, num_outputs: int, *, bias: bool, share: float
 ) -> Curvature:
     """The curvature of the loss, summed over the data; in regression under unit noise.
 

@@ -70,13 +70,7 @@ class Posterior(Fitted):
 
 
 def fit_posterior(
-    train: Outputs,
-    layer: LastLayer,
-    likelihood: Likelihood,
-    form: Form,
-    *,
-    precision: float | None = None,
-    share: float = 1.0,
+    train: Outputs, layer: LastLayer, likelihood: Likelihood, form: Form, *, precision: float | None, share: float
 ) -> Posterior:
     """The posterior at the trained weights; the noise of a regression is the one of the largest marginal likelihood.
 

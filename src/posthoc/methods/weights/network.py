@@ -53,10 +53,8 @@ class NetworkMethod(Method):
             device = next((tensor.device for tensor in tensors_of(batch)), self.backbone.device or torch.device("cpu"))
             yield batch._replace(target=move(batch.target, device) if batch.target is not None else None)
 
-    def _answer(
-        self, network: nn.Module, batch: Batch, weights: Mapping[str, Tensor] | None = None
-    ) -> Tensor:  # (N, ...)
-        """The logits or regression outputs of a network, with these values in place of its parameters if given."""
+    def _answer(self, network: nn.Module, batch: Batch, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The logits or outputs (N, ...) of a network, with these values in place of its parameters if given."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return torch.func.functional_call(network, dict(weights or {}), args, kwargs)
@@ -208,14 +206,10 @@ class FinetunedMethod(DrawingMethod):
                     total, rows = total - float(log_p.sum()), rows + len(log_p)
             return total / rows
 
+        source = NetworkBatches(self, job.data, options.batch_size, options.seed)
+        scored = score if job.val is not None else None
         return train(
-            objective,
-            parameters,
-            NetworkBatches(self, job.data, options.batch_size, options.seed),
-            options,
-            score=score if job.val is not None else None,
-            generator=generator,
-            checkpoint=job.checkpoint,
+            objective, parameters, source, options, score=scored, generator=generator, checkpoint=job.checkpoint
         )
 
 
