@@ -52,7 +52,7 @@ def collect(
     batch_size: Annotated[int, run_option(min=1, help="Rows that the predictor is run on at a time.")] = 64,
     workers: Annotated[int | None, run_option(min=0, help=WORKERS)] = None,
     engine: Annotated[Engine, run_option(help="This process, or a Ray cluster.")] = "local",
-    force: Annotated[bool, run_option("--force", help="Start the folder over, whatever is in it.")] = False,
+    force: Annotated[bool, run_option("--force", help="Collect anew into an existing folder of outputs.")] = False,
 ) -> None:
     """Runs a predictor once over a data set and stores its outputs, the features and the targets.
 

@@ -33,10 +33,10 @@ def compare(
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for a file a method, table.md and table.csv.")],
     methods: Annotated[str, typer.Option(help="all, or names with commas between: fmgp,temperature.")] = "all",
     task: shared.TaskOption = None,
-    ood: Annotated[str | None, typer.Option(help="Outputs on data from elsewhere, to tell from the test data.")] = None,
+    ood: Annotated[str | None, typer.Option(help="Outputs on out-of-distribution data, to detect.")] = None,
     val: Annotated[str | None, typer.Option(help="More outputs, for early stopping or choices.")] = None,
     config: shared.Config = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="One of them: --set fmgp.steps=2000.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="One option: --set fmgp.steps=2000.")] = None,
     outputs_are: shared.OutputsAre = None,
     seed: shared.Seed = 0,
     device: shared.Device = None,
@@ -67,13 +67,14 @@ def compare(
     paths = {role: path for role, path in given.items() if path is not None}
     columns = shared.read_columns(outputs=outputs, targets=targets, features=features, inputs=inputs)
     data = open_data(paths, columns)
-    kind = check_data(data, task, outputs_are or "logits")
     common: dict[str, Any] = {"seed": seed, "outputs_are": outputs_are or "logits"}
+    kind = check_data(data, task, common["outputs_are"])
     rows: list[Row] = []
     fits: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(chosen):
-        options = {**method_named(name).known_options(common), **tables.get(name, {})}
-        if not method_named(name).black_box:
+        method = method_named(name)
+        options = {**method.known_options(common), **tables.get(name, {})}
+        if not method.black_box:
             reason = "needs the network itself: use posthoc.compare(model, ...) in Python."
             rows.append(Row(name, error=reason, applies=False))
             continue

@@ -16,7 +16,7 @@ __all__ = ["evaluate"]
 def evaluate(
     head: Annotated[Path, typer.Argument(help="A head that posthoc fit wrote.")],
     test: Annotated[str, typer.Argument(help="Outputs and targets that neither network nor head has seen.")],
-    ood: Annotated[str | None, typer.Option(help="Outputs on data from elsewhere, to tell from the test data.")] = None,
+    ood: Annotated[str | None, typer.Option(help="Outputs on out-of-distribution data, to detect.")] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="Write the figures there too.")] = None,
     device: shared.Device = None,
     outputs: shared.OutputColumns = None,

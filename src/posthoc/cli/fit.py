@@ -24,7 +24,7 @@ def fit(
     val: Annotated[str | None, typer.Option(help="More outputs, for early stopping.")] = None,
     method: Annotated[str, typer.Option(help=METHODS)] = "fmgp",
     config: shared.Config = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="One of them: --set steps=2000.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="One option: --set steps=2000.")] = None,
     outputs_are: shared.OutputsAre = None,
     num_data: Annotated[int | None, typer.Option(help="Number of points, if not that of the data.")] = None,
     seed: shared.Seed = None,
