@@ -205,15 +205,14 @@ def test_gradients_and_features_that_do_not_fit_are_refused_with_their_size(name
 def test_bad_options_and_data(name):
     model, x, y, _ = case("classification")
     make = METHODS[name]
-    for wrong in ({"weights": "some"}, {"num_inducing": 0}, {"prior_precision": -1.0}, {"max_gigabytes": 0}):
-        with pytest.raises(OptionError, match=next(iter(wrong))):
-            make(model, "classification", **wrong)
+    wrong = {"weights": "some", "num_inducing": 0, "prior_precision": -1.0, "max_gigabytes": 0, "outputs_are": "probs"}
+    for option, value in wrong.items():
+        with pytest.raises(OptionError, match=option):
+            make(model, "classification", **{option: value})
     with pytest.raises(OptionError, match='weights="last"'):
         make(None, "classification", weights="all")
     with pytest.raises(OptionError, match="frozen"):
         make(mlp(3).requires_grad_(False), "classification", weights="all")
-    with pytest.raises(OptionError, match="logits"):
-        make(model, "classification", outputs_are="probs")
     with pytest.raises(DataError, match="features"):
         make(None, "classification").fit(Outputs(model(x).detach(), y))
     with pytest.raises(LayerError, match=r"nn\.Linear"):
@@ -223,9 +222,8 @@ def test_bad_options_and_data(name):
     method = make(model, "classification", weights="all")
     with pytest.raises(DataError, match="iterator"):
         method.fit(iter([(x, y)]))
-    with pytest.raises(DataError, match="got outputs"):
-        method.fit(recorded(model, x, y))
-    with pytest.raises(DataError, match="got outputs"):
-        method.fit((x, y), val=recorded(model, x, y))
-    with pytest.raises(DataError, match="got outputs"):
-        method.fit((x, y)).predict(recorded(model, x))
+    outputs = recorded(model, x, y)
+    method.fit((x, y))
+    for use in (lambda: method.fit(outputs), lambda: method.fit((x, y), val=outputs), lambda: method.predict(outputs)):
+        with pytest.raises(DataError, match="got outputs"):
+            use()
