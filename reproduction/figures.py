@@ -10,6 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib import pyplot
 
+from posthoc.evaluate import plots
 from posthoc.io import atomic_path
 
 __all__ = ["band_figure", "dependence_figure", "dot_figure", "group_by", "histogram_figure", "line_figure"]
@@ -22,7 +23,6 @@ COLORS = (
     *("#1b1b1f", "#b4532a", "#3b6fb6", "#2f8f6b", "#c79a1e", "#7a5bb5"),
     *("#c2588a", "#5a7d2a", "#4aa3c7", "#8a6f5a", "#9a9aa5", "#d0021b"),
 )
-INK, ORANGE, BLUE = COLORS[:3]
 DASHES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LEGEND = {"loc": "upper center", "ncol": 4, "frameon": False, "fontsize": 8, "bbox_to_anchor": (0.5, 0.0)}
@@ -121,15 +121,11 @@ def histogram_figure(path: Path, documents: Documents, inside: str, outside: str
     canvas, axes = panels(len(methods), 4, (3.4, 2.5))
     for axis, (method, runs) in zip(axes, methods.items(), strict=True):
         histograms = [run["curves"]["entropy"] for run in runs]
-        for part, color, label in (("in", BLUE, inside), ("out", ORANGE, outside)):
-            mean = mean_line([histogram[part] for histogram in histograms])
-            axis.stairs(mean, histograms[0]["edges"], fill=True, color=color, alpha=0.5, label=label)
+        means = {part: mean_line([histogram[part] for histogram in histograms]) for part in ("in", "out")}
+        plots.draw_entropy(axis, {"edges": histograms[0]["edges"], **means})
         auc, _ = mean_and_error(run["metrics"]["ood_auc"] for run in runs)
         axis.set_title(f"{titles[method]}: AUC {auc:.3f}", loc="left", fontsize=9)
-        axis.set_yscale("log")
-        axis.set_ylim(1e-3, 1.0)
-        axis.set_xlabel("entropy, nats")
-    axes[0].legend(frameon=False, fontsize=8)
+    axes[0].legend([inside, outside], frameon=False, fontsize=8)
     return save(canvas, path)
 
 
@@ -138,13 +134,8 @@ def band_figure(path: Path, documents: Documents) -> list[Path]:
     canvas, axes = panels(len(documents), 3, (3.6, 2.6), sharex=True, sharey=True)
     for axis, run in zip(axes, documents, strict=True):
         band = run["curves"]["band"]
-        x, y = np.array(band["points"]).T
-        axis.fill_between(band["x"], band["low"], band["high"], color=BLUE, alpha=0.3, linewidth=0)
-        axis.plot(x, y, ".", color=ORANGE, markersize=2, alpha=0.5)
-        axis.plot(band["x"], band["mean"], color=INK, linewidth=1.3)
+        plots.draw_band(axis, band, plots.range_of([np.array(band["points"])[:, 1]], HEADROOM))
         axis.set_title(run["title"], loc="left", fontsize=10)
-        axis.margins(x=0)
-        axis.set_ylim(y.min() - HEADROOM * np.ptp(y), y.max() + HEADROOM * np.ptp(y))
     return save(canvas, path)
 
 

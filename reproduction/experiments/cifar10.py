@@ -32,6 +32,7 @@ from reproduction.experiments.variants import (
     FitData,
     Variant,
     cached_fit,
+    quality_of,
 )
 from reproduction.figures import dot_figure, histogram_figure
 
@@ -179,9 +180,8 @@ class Cifar10(CifarExperiment):
             with_network = score(fitted, prepared.rows("test"), device=prepared.device)
             times["predict_seconds_with_network"] = with_network.seconds
         return {
-            "metrics": scored.figures,
+            **quality_of(fitted, scored),
             "times": times,
-            "curves": scored.curves(),
             "data": self.sources(prepared, case, method),
             "examples": examples(scored, prepared, case) if seed == 0 else {},
         }

@@ -22,7 +22,7 @@ from posthoc.evaluate.evaluate import score
 from posthoc.fmgp import FMGP
 from posthoc.methods import GP, HMC, MFVI, LaplaceTorch
 from reproduction.experiments.experiment import Experiment, Request
-from reproduction.experiments.variants import QUICK, FitData, Variant
+from reproduction.experiments.variants import QUICK, FitData, Variant, quality_of
 from reproduction.figures import band_figure, group_by
 
 __all__ = ["VARIANTS", "Synthetic"]
@@ -97,10 +97,11 @@ class Synthetic(Experiment):
         band = {name: values.squeeze(-1).tolist() for name, values in columns.items()}
         points = torch.cat(data.train, 1)
         digest = hashlib.sha256(points.numpy().tobytes()).hexdigest()[:16]
+        document = quality_of(fitted, scored)
         return {
-            "metrics": scored.figures,
+            **document,
             "times": {"fit_seconds": seconds, "predict_seconds": scored.seconds},
-            "curves": {**scored.curves(), "band": {**band, "points": points.tolist()}},
+            "curves": {**document["curves"], "band": {**band, "points": points.tolist()}},
             "diagnostics": getattr(fitted, "diagnostics", {}),
             "data": {"fit": data.train_source, "test": data.test_source, "sha256": digest},
         }

@@ -22,7 +22,7 @@ from posthoc.collect.outputs import Outputs
 from posthoc.collect.to_folder import collect_to_folder
 from posthoc.errors import FileError, UnavailableError
 from posthoc.evaluate.cost import synchronize, versions
-from posthoc.evaluate.evaluate import score
+from posthoc.evaluate.evaluate import Evaluation, score
 from posthoc.io import atomic_path, require_folder
 from posthoc.kernels.registry import kernel_from_spec
 from posthoc.likelihoods.base import Likelihood
@@ -42,6 +42,7 @@ __all__ = [
     "cached_outputs",
     "digest",
     "fit_and_score",
+    "quality_of",
     "read_outputs",
     "worker_count",
 ]
@@ -157,15 +158,26 @@ def fit_and_score(
     """Fits one variant and scores it on test data.
 
     Returns:
-        Its metrics (with those that `inspect` computes from the fitted method), times and curves.
+        Its metrics (with those that `inspect` computes from the fitted method), their errors, times, curves and
+        selection.
     """
     method = variant.build(network, task, seed=seed, device=request.device, quick=request.quick)
     seconds = fit_data.fit(method)
     scored = score(method, test, device=torch.device(request.device))
-    return {
-        "metrics": {**scored.figures, **inspect(method)},
+    document = quality_of(method, scored)
+    return document | {
+        "metrics": document["metrics"] | inspect(method),
         "times": {"fit_seconds": seconds, "predict_seconds": scored.seconds},
+    }
+
+
+def quality_of(method: Method, scored: Evaluation) -> dict[str, Any]:
+    """Metrics, their standard errors over test sets, curves, and what the method chose, for a document."""
+    return {
+        "metrics": scored.figures,
+        "errors": scored.scores.standard_errors(),
         "curves": scored.curves(),
+        "selection": str(getattr(method, "selection_", None) or ""),
     }
 
 

@@ -90,7 +90,7 @@ def test_latex_compiles(tmp_path):
 
 
 def test_tables_of_a_folder(tmp_path):
-    regression(tmp_path, seeds=2)
+    regression(tmp_path)
     (tmp_path / "regression" / "broken_.json").write_text("{")
     paths = write_tables(tmp_path / "regression")
     assert [path.name for path in paths] == ["table.md", "table.csv", "table.tex"]
