@@ -1,11 +1,10 @@
 """FMGP with default options on real data, against what people use without it: a constant noise, a temperature, nothing.
 
-POSTHOC_DATA=... python -m benchmarks.real_data [--seeds 3] [--out benchmarks/results/real_data.json]
+POSTHOC_DATA=... python -m benchmarks.real_data [--seeds 3] [--quick] [--out results.json]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -17,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import with_data
-from benchmarks.machine import describe
+from benchmarks.harness import finish, options, with_data
 from posthoc import FMGP, Outputs, Predictive
 from posthoc.evaluate.metrics import cqm, crps, nll
 from posthoc.predictive.base import LatentGaussian
@@ -49,14 +47,14 @@ def train_mlp(x: Tensor, y: Tensor, seed: int, epochs: int = 40) -> nn.Module:
         widths = [x.shape[1], 200, 200, 200]
         hidden = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())]
         model = nn.Sequential(*hidden, nn.Linear(200, 1))
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     steps = epochs * -(-len(x) // 256)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(epochs):
         for rows in torch.randperm(len(x), generator=generator).split(256):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             (model(x[rows]) - y[rows]).square().mean().backward()
-            optimiser.step()
+            optimizer.step()
             schedule.step()
     return model
 
@@ -65,7 +63,7 @@ def regression_scores(pred: Predictive, y: Tensor) -> dict[str, float]:
     return {"nll": float(nll(pred, y)), "crps": float(crps(pred, y)), "cqm": float(cqm(pred, y))}
 
 
-def uci(folder: Path, name: str, seed: int) -> dict[str, Any]:
+def uci(folder: Path, name: str, seed: int, **options: Any) -> dict[str, Any]:
     """A network trained on 80 %, error bars fitted on the next 10 % and scored on the last 10 %."""
     train, calibration, test = uci_splits(folder, name)
     model = train_mlp(*train, seed)
@@ -74,7 +72,7 @@ def uci(folder: Path, name: str, seed: int) -> dict[str, Any]:
     noise = residual.square().mean().expand_as(mean)
     constant = RegressionPredictive(LatentGaussian(mean, torch.zeros_like(mean)), noise)
     start = time.perf_counter()
-    bayes = FMGP(model, "regression", seed=seed).fit(calibration)
+    bayes = FMGP(model, "regression", seed=seed, **options).fit(calibration)
     seconds = time.perf_counter() - start
     return {
         "fmgp": {**regression_scores(bayes.predict(test[0]), test[1]), "fit_seconds": seconds},
@@ -132,29 +130,29 @@ def imagenet(folder: Path) -> tuple[Outputs, Outputs]:
     )
 
 
-def cases(folder: Path) -> dict[str, Callable[[int], dict[str, Any]]]:
+def cases(folder: Path, more: dict[str, Any]) -> dict[str, Callable[[int], dict[str, Any]]]:
+    """What is run for each seed; `more` are options of FMGP."""
+    shared = {**more, "variance": "shared"}
     return {
-        "uci/protein": lambda seed: uci(folder, "protein", seed),
-        "uci/elevators": lambda seed: uci(folder, "elevators", seed),
-        "cifar10_resnet20": lambda seed: classification(*cifar10(folder), seed),
-        "cifar10_resnet20, shared variance": lambda seed: classification(*cifar10(folder), seed, variance="shared"),
-        "imagenet_resnet50": lambda seed: classification(*imagenet(folder), seed),
+        "uci/protein": lambda seed: uci(folder, "protein", seed, **more),
+        "uci/elevators": lambda seed: uci(folder, "elevators", seed, **more),
+        "cifar10_resnet20": lambda seed: classification(*cifar10(folder), seed, **more),
+        "cifar10_resnet20, shared variance": lambda seed: classification(*cifar10(folder), seed, **shared),
+        "imagenet_resnet50": lambda seed: classification(*imagenet(folder), seed, **more),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    parser = options(__doc__)
     with_data(parser)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "real_data.json")
-    arguments = parser.parse_args()
-    results: dict[str, Any] = {"machine": describe(), "runs": {}}
-    for name, run in cases(arguments.data_dir).items():
-        results["runs"][name] = runs = [run(seed) for seed in range(arguments.seeds)]
-        for row in runs:
+    args = parser.parse_args(argv)
+    runs: dict[str, Any] = {}
+    for name, run in cases(args.data_dir, {"steps": 10} if args.quick else {}).items():
+        runs[name] = [run(seed) for seed in range(1 if args.quick else args.seeds)]
+        for row in runs[name]:
             print(name, json.dumps(row), flush=True)
-    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"wrote {arguments.out}")
+    finish("real_data", args, {"runs": runs})
 
 
 if __name__ == "__main__":

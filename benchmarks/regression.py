@@ -3,16 +3,13 @@ last-layer Laplace approximation, and a second head that learns the variance.
 
 A network learns from 80 % of the rows; the methods are fitted on the next 10 % and scored on the last 10 %.
 
-POSTHOC_DATA=... python -m benchmarks.regression [--seeds 3] [--only airline] [--networks FOLDER]
+POSTHOC_DATA=... python -m benchmarks.regression [--seeds 3] [--only airline] [--networks FOLDER] [--quick]
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +21,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from benchmarks.harness import console
-from benchmarks.machine import describe
+from benchmarks.harness import console, finish, options, with_data
 from posthoc import FMGP, Predictive
 from posthoc.evaluate.metrics import coverage, cqm, crps, nll, rmse
 from posthoc.methods import MAP, Laplace
@@ -36,8 +32,8 @@ from reproduction.experiments.regression import mlp, train_mlp
 
 DATASETS = ("protein", "elevators", "airline", "taxi")
 LEVELS = (0.5, 0.9, 0.95)
-TRAINING_ROWS = 100_000
-"""At most so many of the 80 % are learnt from, to save time."""
+TRAINING_ROWS, QUICK_ROWS = 100_000, 1000
+"""The largest number of rows that networks learn from, of the 80 %, to save time."""
 HEADS, PATIENCE = 5, 10
 """A fifth of the rows of a fit tells the second head when to stop: when it has not improved for so many epochs."""
 MANY = 10_000
@@ -57,12 +53,14 @@ class Problem:
     source: str
 
 
-def problem(name: str, data_dir: str | None, seed: int, networks: Path | None) -> Problem:
+def problem(name: str, data_dir: Path, seed: int, networks: Path | None, quick: bool = False) -> Problem:
     """One split for all seeds: they tell networks and fits apart, and nothing is chosen on the rows of the test."""
     data = load(name, data_dir).shuffled(0)
     parts = data.split().standardized()
     train, fit, test = ((part.inputs, part.targets[:, None]) for part in parts)
     train = (train[0][:TRAINING_ROWS], train[1][:TRAINING_ROWS])
+    if quick:
+        train, fit, test = ((x[:QUICK_ROWS], y[:QUICK_ROWS]) for x, y in (train, fit, test))
     kept = networks / f"{name}-{seed}.safetensors" if networks is not None else None
     network = mlp(train[0].shape[1], seed)
     if kept is not None and kept.is_file():
@@ -115,7 +113,7 @@ def variance_head(phi: Tensor, squared: Tensor, order: Tensor, held: Tensor, see
         head = nn.Sequential(nn.Linear(phi.shape[1], 128), nn.Tanh(), nn.Linear(128, 1))
     nn.init.zeros_(head[-1].weight)
     nn.init.zeros_(head[-1].bias)
-    optimiser = torch.optim.AdamW(head.parameters(), lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3, weight_decay=0.1)
 
     def loss(rows: Tensor) -> Tensor:
         log_variance = head(phi[rows])
@@ -124,9 +122,9 @@ def variance_head(phi: Tensor, squared: Tensor, order: Tensor, held: Tensor, see
     best, kept, waited = math.inf, copy.deepcopy(head.state_dict()), 0
     while waited < PATIENCE:
         for batch in used[torch.randperm(len(used), generator=generator)].split(256):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss(batch).backward()
-            optimiser.step()
+            optimizer.step()
         with torch.no_grad():
             score = float(loss(held))
         waited += 1
@@ -202,25 +200,23 @@ def table_of(name: str, entry: dict[str, Any]) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default=os.environ.get("POSTHOC_DATA"))
+    parser = options(__doc__)
+    with_data(parser)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=DATASETS, default=DATASETS)
     parser.add_argument("--networks", type=Path, help="a folder to keep trained networks in")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "regression.json")
     args = parser.parse_args(arguments)
-    result: dict[str, Any] = {"machine": describe(), "training_rows": TRAINING_ROWS, "data": {}}
+    result: dict[str, Any] = {"training_rows": QUICK_ROWS if args.quick else TRAINING_ROWS, "data": {}}
     wide = console()
     for name in args.only:
         entry: dict[str, Any] = {"runs": []}
-        for seed in range(args.seeds):
-            task = problem(name, args.data_dir, seed, args.networks)
+        for seed in range(1 if args.quick else args.seeds):
+            task = problem(name, args.data_dir, seed, args.networks, args.quick)
             entry |= {"source": task.source, "fit_rows": len(task.fit[0]), "test_rows": len(task.test[0])}
             entry["runs"].append(run(task, seed))
         result["data"][name] = entry
         wide.print(table_of(name, entry))
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"wrote {args.out}")
+    finish("regression", args, result)
 
 
 if __name__ == "__main__":
