@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
@@ -19,16 +17,15 @@ from tests.cases import WIDTH, Attentive, Noisy, answers, in_eval, inputs, label
 S, N, C = 7, 5, 3
 
 
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def gaussian(width: int = C) -> Gaussian:
-    """Noise of 0.5 in units of each output's scale, 2, 4, 6, …"""
+def gaussian() -> Gaussian:
+    """Noise of 0.5 in units of each output's scale: 2, 4, 6."""
     likelihood = Gaussian()
-    likelihood.initialize(torch.zeros(2, width), 2.0 * torch.arange(1.0, width + 1).expand(2, width))
-    with torch.no_grad():
-        likelihood.log_noise.fill_(np.log(0.5))
+    likelihood.initialize(torch.zeros(2, C), torch.tensor([2.0, 4.0, 6.0]).expand(2, C))
+    likelihood.log_noise.data.fill_(np.log(0.5))
     return likelihood
 
 
@@ -38,16 +35,16 @@ def test_probabilities_are_averages_of_softmaxes():
     p = np.exp(draws.numpy() / 2.0)
     expected = (p / p.sum(-1, keepdims=True)).mean(0)
     np.testing.assert_allclose(pred.probs.numpy(), expected, rtol=1e-12)
-    np.testing.assert_allclose(
-        pred.log_prob(torch.tensor([0, 1, 2, 0, 1])), np.log(expected[range(N), [0, 1, 2, 0, 1]])
-    )
+    y = torch.tensor([0, 1, 2, 0, 1])
+    np.testing.assert_allclose(pred.log_prob(y), np.log(expected[range(N), y]))
 
 
 @pytest.mark.parametrize("task", ["classification", "regression"])
 def test_moments_are_those_of_the_draws(task):
     draws = drawn(S, N, C)
     classes = task == "classification"
-    pred = (Categorical(1.0) if classes else gaussian()).predictive_from_draws(draws, covariance=True)
+    likelihood = Categorical(1.0) if classes else gaussian()
+    pred = likelihood.predictive_from_draws(draws, covariance=True)
     noise = np.zeros(C) if classes else 0.5 * np.array([2.0, 4.0, 6.0]) ** 2
     spread = pred.latent if classes else pred
     np.testing.assert_allclose(pred.latent.mean, draws.numpy().mean(0))
@@ -55,9 +52,8 @@ def test_moments_are_those_of_the_draws(task):
     for n in range(N):
         expected = np.cov(draws[:, n].numpy(), rowvar=False, bias=True) + np.diag(noise)
         np.testing.assert_allclose(spread.covariance[n], expected, rtol=1e-6, atol=1e-12)
-    without = (Categorical(1.0) if classes else gaussian()).predictive_from_draws(draws)
     with pytest.raises(OptionError, match="covariance=True"):
-        _ = without.latent.covariance
+        _ = likelihood.predictive_from_draws(draws).latent.covariance
 
 
 def test_mutual_information_is_entropy_less_the_mean_entropy():
@@ -74,9 +70,7 @@ def test_samples_are_whole_functions():
     draws = drawn(S, N, C)
     some = Categorical(1.0).predictive_from_draws(draws).latent.sample(700, torch.Generator().manual_seed(1))
     which = [[torch.equal(f, draw) for draw in draws].index(True) for f in some]  # the same draw for every row
-    count = Counter(which)
-    assert set(count) == set(range(S))
-    assert max(count.values()) < 150
+    assert np.bincount(which, minlength=S).min() > 50
 
 
 def test_samples_of_a_regression_have_noise_around_the_functions():

@@ -108,16 +108,14 @@ class MFVI(FinetunedMethod):
             with flipout(network, q.std(), generator):
                 return self._answer(network, batch, q.mean() if q.moves else None)
 
-        samples = min(SCORE_SAMPLES, self.config.samples)
-        self.history = self._minimize(
-            job,
-            likelihood,
-            [*q.parameters(), *likelihood.parameters()],
-            answer,
-            penalty=lambda: self.config.kl_weight * q.kl(self.config.prior_precision),
-            draw=lambda batch: self._outputs_of(network, batch, q.mean(), q.std(), samples),
-            generator=generator,
-        )
+        def penalty() -> Tensor:
+            return self.config.kl_weight * q.kl(self.config.prior_precision)
+
+        def draw(batch: Batch) -> Tensor:
+            return self._outputs_of(network, batch, q.mean(), q.std(), min(SCORE_SAMPLES, self.config.samples))
+
+        learned = [*q.parameters(), *likelihood.parameters()]
+        self.history = self._minimize(job, likelihood, learned, answer, penalty, draw, generator)
         return fitted_of(likelihood.requires_grad_(False), log_std=q.log_std, moved=q.mean() if q.moves else {})
 
     def _generator(self) -> torch.Generator:
