@@ -147,6 +147,8 @@ def main(argv: list[str] | None = None) -> None:
     with_data(parser)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args(argv)
+    if args.device != "cpu":
+        parser.error("this benchmark runs on the CPU")
     runs: dict[str, Any] = {}
     for name, run in cases(args.data_dir, {"steps": 10} if args.quick else {}).items():
         runs[name] = [run(seed) for seed in range(1 if args.quick else args.seeds)]

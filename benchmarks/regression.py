@@ -206,6 +206,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=DATASETS, default=DATASETS)
     parser.add_argument("--networks", type=Path, help="a folder to keep trained networks in")
     args = parser.parse_args(arguments)
+    if args.device != "cpu":
+        parser.error("this benchmark runs on the CPU")
     result: dict[str, Any] = {"training_rows": QUICK_ROWS if args.quick else TRAINING_ROWS, "data": {}}
     wide = console()
     for name in args.only:
