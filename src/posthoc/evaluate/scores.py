@@ -54,7 +54,7 @@ METRICS: dict[str, Metric] = {
 """Metrics by name; `Likelihood.metrics` names those of a task."""
 
 RESAMPLES, RESAMPLED_ROWS = 100, 10_000
-"""Of the bootstrap; of more rows, so many are resampled and the error is scaled to the number of all."""
+"""Of the bootstrap. Where there are more rows, it draws this many and scales the error to the number of all rows."""
 
 
 class Scores:

@@ -124,7 +124,7 @@ class CaseSummary:
         ]
 
     def notes(self) -> list[str]:
-        """Which runs the means are without, and why; not of methods that do not apply."""
+        """The runs that no mean contains, and why; methods that do not apply are left out."""
         notes = []
         for method in (method for method in self.methods if method.applies):
             title = method.title
@@ -154,7 +154,7 @@ class ExperimentSummary:
         return {name: number for number, name in enumerate(sorted(names, key=registry_order))}
 
     def warnings(self) -> list[str]:
-        """Runs that do not belong together: of several versions, on several data, or quick ones."""
+        """Reasons not to compare the runs: several versions, different data, or quick runs."""
         warnings = []
         versions = Counter(str(run.versions.get("posthoc", "unknown")) for run in self.runs)
         if len(versions) > 1:
