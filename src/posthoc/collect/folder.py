@@ -161,9 +161,6 @@ class OutputsWriter:
         identity: A JSON mapping of all that the rows depend on. A folder of another identity is refused.
         force: Whether to start a folder over, whatever outputs it holds.
 
-    Attributes:
-        rows: The number of rows so far, those of an earlier run included.
-
     Example:
         >>> import tempfile
         >>> folder = tempfile.mkdtemp()
@@ -189,11 +186,16 @@ class OutputsWriter:
                 require_writable(self.folder).mkdir(exist_ok=True)
             stack.enter_context(lock(self.folder / LOCK))
             self._manifest = begin(self.folder, dict(identity), force=force)
-            self.rows, self._types = self._manifest.rows, self._manifest.arrays
+            self._rows, self._types = self._manifest.rows, self._manifest.arrays
             self._open_files(stack)
             self._stack = stack.pop_all()
         self._open = True
         self._committed_at = time.monotonic()
+
+    @property
+    def rows(self) -> int:
+        """The number of rows so far, those of an earlier run included."""
+        return self._rows
 
     def append(self, outputs: Outputs) -> None:
         """Adds rows with the same arrays, dtypes and widths as those before; they count a few seconds later."""
@@ -210,20 +212,20 @@ class OutputsWriter:
                 self._open_files(self._stack)
                 sync_folder(self.folder)
             for name, array in arrays.items():
-                write_at(self._files[name], file_size(types[name], self.rows), np.ascontiguousarray(array).data)
-            self.rows += len(outputs)
+                write_at(self._files[name], file_size(types[name], self._rows), np.ascontiguousarray(array).data)
+            self._rows += len(outputs)
             if time.monotonic() - self._committed_at >= COMMIT_SECONDS:
                 self._commit()
 
     def finish(self) -> None:
         """Marks the folder complete, so that it can be opened, and closes it for writing."""
         self._require_open()
-        if not self.rows:
+        if not self._rows:
             raise DataError(f"Expected at least one row to finish {self.folder} with, got none: append some first.")
         with self._writing():
             self._commit()  # the headers are changed once all rows count: a run that goes on needs to know them
             for name, file in self._files.items():
-                write_at(file, 0, header(self._types[name], self.rows))
+                write_at(file, 0, header(self._types[name], self._rows))
             self._commit(complete=True)
         self._close()
 
@@ -245,21 +247,21 @@ class OutputsWriter:
     def _open_files(self, stack: ExitStack) -> None:
         for name, row in self._types.items():
             path = self.folder / f"{name}.npy"
-            file = self._files[name] = stack.enter_context(path.open("r+b" if self.rows else "w+b", buffering=0))
-            if self.rows:
-                require_header(file, path, row, 0, self.rows)
-                size, end = os.fstat(file.fileno()).st_size, file_size(row, self.rows)
+            file = self._files[name] = stack.enter_context(path.open("r+b" if self._rows else "w+b", buffering=0))
+            if self._rows:
+                require_header(file, path, row, 0, self._rows)
+                size, end = os.fstat(file.fileno()).st_size, file_size(row, self._rows)
                 if size < end:
                     raise FileError(f"Expected {end} bytes or more in {path}, found {size}. {DAMAGED}")
             write_at(file, 0, header(row, 0))
 
     def _commit(self, *, complete: bool = False) -> None:
         """Waits until all rows are on the disk, and records that they count."""
-        if self.rows > self._manifest.rows or complete:
+        if self._rows > self._manifest.rows or complete:
             for name, file in self._files.items():
-                file.truncate(file_size(self._types[name], self.rows))
+                file.truncate(file_size(self._types[name], self._rows))
                 os.fsync(file.fileno())
-            manifest = Manifest(self.rows, complete, self._manifest.identity, self._types)
+            manifest = Manifest(self._rows, complete, self._manifest.identity, self._types)
             manifest.write(self.folder)
             self._manifest = manifest
         self._committed_at = time.monotonic()
