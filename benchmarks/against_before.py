@@ -120,7 +120,7 @@ def head_alone(estimator: Any, one: Any) -> Callable[[], object] | None:
     head: Any = getattr(estimator, "head", None)
     if not hasattr(head, "prepared") or not hasattr(head, "predictive"):
         return None
-    return partial(head.predictive, one, head.prepared())
+    return partial(head.predictive, one)
 
 
 def method(network: nn.Module | None, task: str, **more: Any) -> Any:

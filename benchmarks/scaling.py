@@ -32,7 +32,7 @@ from benchmarks.calls import Call, Steps, capture, same_steps
 from benchmarks.harness import console, finish, options, timed, verdict
 from benchmarks.simulated import Simulated
 from posthoc import FMGP
-from posthoc.fmgp.minibatches import TrainingBatch
+from posthoc.fmgp.points import TrainingBatch
 from posthoc.training.distributed import distributed
 
 T = TypeVar("T")

@@ -41,8 +41,8 @@ from benchmarks.reference import DenseFMGP, endless, loader, train_reference
 from benchmarks.shapes import SHAPES, compare_ways, show_shapes
 from benchmarks.tasks import Task, cifar10, protein, synthetic_classification, synthetic_regression
 from posthoc import FMGP
-from posthoc.fmgp.minibatches import PointView
-from posthoc.fmgp.objective import Objective
+from posthoc.fmgp.points import PointView
+from posthoc.fmgp.process import Objective
 from posthoc.kernels import RBF
 from posthoc.training import single_thread
 

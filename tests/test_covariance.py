@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posthoc.errors import NotPSDError, PosthocWarning
-from posthoc.fmgp.covariance import correction, marginal_variance, output_covariance
+from posthoc.fmgp.output_covariance import covariance_across, marginal_variance
+from posthoc.fmgp.process import correction
 from posthoc.numerics import cholesky
 from tests import oracles
 
@@ -123,9 +124,9 @@ def test_the_family_is_in_float64_whatever_its_tensors_are(dtype):
     assert torch.equal(variance, marginal_variance(exact[3], exact[2], expected.w))
     assert torch.autograd.grad(variance.sum(), k_xz)[0].dtype == dtype
     b, taken = torch.eye(3, dtype=dtype) + 0.5, torch.ones(3, 7, 5, dtype=dtype) / 3.0
-    covariance = output_covariance(b, k_diag, taken)
-    assert torch.equal(covariance, output_covariance(b.double(), exact[3], taken.double()))
-    assert output_covariance(b, exact[3], taken).dtype == torch.float64
+    covariance = covariance_across(b, k_diag, taken)
+    assert torch.equal(covariance, covariance_across(b.double(), exact[3], taken.double()))
+    assert covariance_across(b, exact[3], taken).dtype == torch.float64
 
 
 def test_jitter_grows_with_a_warning_then_the_matrix_is_refused():

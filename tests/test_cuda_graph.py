@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from posthoc import FMGP, RBF, Categorical, Gaussian, NotPSDError, Outputs, PosthocWarning, TrainingError
 from posthoc.collect import open_outputs, save_outputs
-from posthoc.fmgp.coordinates import Coordinates
-from posthoc.fmgp.minibatches import DrawnBatches, PointView, drawn_rows
+from posthoc.fmgp.points import Coordinates, DrawnBatches, PointView, drawn_rows
 from posthoc.numerics import cholesky
 from posthoc.training import History, Ranks, Training, loop, train
 from posthoc.training.cuda_graph import GraphSteps

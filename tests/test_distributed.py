@@ -20,7 +20,7 @@ from torch import distributed as dist
 from posthoc import FMGP, Categorical, PosthocError
 from posthoc.collect import save_outputs
 from posthoc.fmgp import build as building
-from posthoc.fmgp.coordinates import Coordinates
+from posthoc.fmgp.points import Coordinates
 from posthoc.training import Checkpoint, History, Ranks
 from posthoc.training.distributed import distributed
 from posthoc.training.loop import PlainSteps

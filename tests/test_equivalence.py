@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from posthoc import FMGP, RBF, Categorical, Constant, Linear, Outputs
-from posthoc.fmgp.covariance import correction, marginal_variance
+from posthoc.fmgp.output_covariance import marginal_variance
+from posthoc.fmgp.process import correction
 from posthoc.kernels import gram
 from posthoc.likelihoods.gaussian import gaussian_energy
 from tests import oracles

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from posthoc import Categorical, Gaussian, OptionError
+from posthoc.fmgp.output_covariance import Widened
 from posthoc.likelihoods.gaussian import gaussian_energy
 from posthoc.predictive import latent as latents
-from posthoc.predictive.latent import FactorLatent, IndependentLatent, Widened, ZeroLatent
+from posthoc.predictive.latent import FactorLatent, IndependentLatent, ZeroLatent
 from tests import oracles
 from tests.oracles import DenseLatent
 

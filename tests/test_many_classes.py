@@ -21,8 +21,8 @@ from posthoc.collect.data_warnings import ROWS
 from posthoc.collect.folder import Manifest
 from posthoc.fmgp import selection
 from posthoc.fmgp.build import RANK
-from posthoc.fmgp.minibatches import MAX_BATCHES, MAX_VALUES, DrawnBatches
 from posthoc.fmgp.output_covariance import CoupledLatent, LowRankLatent, OutputCovariance
+from posthoc.fmgp.points import MAX_BATCHES, MAX_VALUES, DrawnBatches
 from posthoc.likelihoods.temperature import TYPICAL as SUITABLE
 from posthoc.predictive.latent import Latent
 from posthoc.training.loop import PlainSteps

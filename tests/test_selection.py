@@ -1,4 +1,4 @@
-"""The form of a classifier's variance, where none was asked for."""
+"""The form of a classifier's variance, where none was requested."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from posthoc import FMGP, Categorical, NotFittedError, Outputs, PosthocWarning, Temperature, load
 from posthoc.base import Job
 from posthoc.fmgp import selection
+from posthoc.fmgp.build import shortened
 from posthoc.fmgp.selection import (
     SELECTION,
     TEMPERATURE_SCALING,
@@ -21,7 +22,6 @@ from posthoc.fmgp.selection import (
     VarianceForm,
     candidates,
     compare,
-    shortened,
 )
 from posthoc.likelihoods.recalibration import NONE, Recalibration
 from posthoc.training import Training
@@ -29,6 +29,7 @@ from posthoc.training import Training
 G = torch.Generator
 QUICK: dict[str, Any] = {"steps": 60, "lr": 0.02, "num_inducing": 20}
 ONE, TEN = VarianceForm("separable", prior=1.0), VarianceForm("separable", prior=10.0)
+NAMED = {"scaled": TEMPERATURE_SCALING, "one": ONE, "ten": TEN}
 WITHOUT, WITH = 0.0, SELECTION.ood_strength
 
 
@@ -50,22 +51,21 @@ def job(train: Outputs, val: Outputs | None = None) -> Job:
     return Job(train, val, len(train), torch.device("cpu"), train)
 
 
-def said(y: torch.Tensor, sureness: float, *, off: float = 1.0, seed: int = 0) -> torch.Tensor:
-    """Log-probabilities that favour what is true by so much, more or less: the more, the better they know."""
+class Trials(list[tuple[VarianceForm, Job, Outputs]]):
+    """Notes what is tried, and gives log-probabilities that say nothing."""
+
+    def __call__(self, trial: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
+        self.append((form, trial, unseen))
+        return {WITHOUT: torch.zeros(len(unseen), unseen.outputs.shape[1]).log_softmax(-1)}
+
+
+# Log-probabilities of the targets y.
+
+
+def knowing(y: torch.Tensor, sureness: float, *, off: float = 1.0, seed: int = 0) -> torch.Tensor:
+    """Favors the true class, more or less: the greater the sureness, the better."""
     scores = torch.randn(len(y), 3, generator=G().manual_seed(seed)) * off
     return (scores + sureness * torch.nn.functional.one_hot(y, 3)).log_softmax(-1)
-
-
-def decide(n: int = 900, **log_p: Any) -> Selection:
-    """The decision among candidates with given losses: functions of the targets, by name."""
-    named = {"scaled": TEMPERATURE_SCALING, "one": ONE, "ten": TEN}
-
-    def attempt(trial: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
-        name = next(k for k, v in named.items() if v == form)
-        found = log_p[name](unseen.targets)
-        return found if isinstance(found, dict) else {WITHOUT: found}
-
-    return compare(job(data(n)), [named[k] for k in log_p if k != "scaled"], attempt)
 
 
 def too_sure_in_places(y: torch.Tensor) -> torch.Tensor:
@@ -77,85 +77,89 @@ def too_sure_in_places(y: torch.Tensor) -> torch.Tensor:
 
 
 def right(share: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """All rows but one in so many are right, and the confidence says so."""
+    """One row in `share` is wrong, and the confidence says so."""
 
-    def found(y: torch.Tensor) -> torch.Tensor:
+    def log_p(y: torch.Tensor) -> torch.Tensor:
         top = torch.where(torch.arange(len(y)) % share > 0, y, (y + 1) % 3)
         p = torch.full((len(y), 3), 0.5 / share)
         return p.scatter(-1, top[:, None], 1.0 - 1.0 / share).log()
 
-    return found
+    return log_p
 
 
-def test_the_best_on_rows_held_out_is_chosen():
-    assert decide(scaled=lambda y: said(y, 0.5), one=lambda y: said(y, 1.0), ten=lambda y: said(y, 0.7)).form == ONE
-    assert decide(scaled=lambda y: said(y, 0.5), one=lambda y: said(y, 0.8), ten=lambda y: said(y, 1.0)).form == TEN
+def unsteady(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`right(3)`, but too sure of every other row and too unsure of the rest, which no temperature mends."""
+
+    def log_p(y: torch.Tensor) -> torch.Tensor:
+        sureness = 1.0 + size * (-1.0) ** (torch.arange(len(y)) // 3)
+        return (sureness[:, None] * right(3)(y)).log_softmax(-1)
+
+    return log_p
 
 
-def test_temperature_scaling_stays_unless_another_is_clearly_better():
-    assert decide(scaled=lambda y: said(y, 1.0, seed=1), one=lambda y: said(y, 1.0, seed=2)).form == TEMPERATURE_SCALING
-    assert decide(scaled=lambda y: said(y, 1.0), one=lambda y: said(y, 0.5)).form == TEMPERATURE_SCALING
+def decide(n: int = 900, **log_p: Any) -> Selection:
+    """The selection among candidates whose log-probabilities are functions of the targets, by name."""
+
+    def attempt(trial: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
+        given = log_p[next(name for name, known in NAMED.items() if known == form)](unseen.targets)
+        return given if isinstance(given, dict) else {WITHOUT: given}
+
+    return compare(job(data(n)), [NAMED[name] for name in log_p if name != "scaled"], attempt)
+
+
+@pytest.mark.parametrize(
+    ("winner", "log_p"),
+    [
+        ("one", {"scaled": lambda y: knowing(y, 0.5), "one": lambda y: knowing(y, 1.0), "ten": right(2)}),
+        ("ten", {"scaled": lambda y: knowing(y, 0.5), "one": right(2), "ten": lambda y: knowing(y, 1.0)}),
+        ("scaled", {"scaled": lambda y: knowing(y, 1.0, seed=1), "one": lambda y: knowing(y, 1.0, seed=2)}),
+        ("scaled", {"scaled": lambda y: knowing(y, 1.0), "one": lambda y: knowing(y, 0.5)}),
+    ],
+)
+def test_the_best_on_held_out_rows_wins_if_it_is_clearly_better_than_temperature_scaling(winner, log_p):
+    assert decide(**log_p).form == NAMED[winner]
 
 
 def test_being_better_does_not_buy_being_badly_calibrated(monkeypatch):
-    flat = lambda y: said(y, 0.3, off=0.0)  # noqa: E731
+    flat = lambda y: knowing(y, 0.3, off=0.0)  # noqa: E731
     assert decide(scaled=flat, one=too_sure_in_places).form == ONE
     change(monkeypatch, calibration_price=1e6, calibration_slack=-1.0)
     assert decide(scaled=flat, one=too_sure_in_places).form == TEMPERATURE_SCALING
-
-
-def test_who_is_badly_calibrated_does_not_put_out_who_is_not(monkeypatch):
-    """Else a great gain would be lost with the one that may not have it."""
-    change(monkeypatch, calibration_price=1e6)
-    found = decide(scaled=right(2), one=too_sure_in_places, ten=right(3))
-    assert found.form == TEN
+    change(monkeypatch, calibration_price=1e6)  # a badly calibrated candidate does not remove a well calibrated one
+    assert decide(scaled=right(2), one=too_sure_in_places, ten=right(3)).form == TEN
 
 
 def test_too_much_confidence_is_corrected():
-    g = G().manual_seed(0)
-    logits = 2.0 * torch.randn(3000, 3, generator=g)
-    y = torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1)
-    rows = Outputs(logits, y)
-
     def attempt(trial: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
         return {WITHOUT: (unseen.outputs * (0.05 if form == TEMPERATURE_SCALING else 2.0)).log_softmax(-1)}
 
-    found = compare(job(rows), [ONE], attempt)
+    found = compare(job(data(3000)), [ONE], attempt)
     assert found.form == ONE
     assert found.recalibration.temperature == pytest.approx(2.0, rel=0.15)
 
 
-def unsteady(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`right(3)`, but too sure of every other row and too unsure of the rest: the worse the more, and no temperature
-    mends it."""
-
-    def found(y: torch.Tensor) -> torch.Tensor:
-        sureness = 1.0 + size * (-1.0) ** (torch.arange(len(y)) // 3)
-        return (sureness[:, None] * right(3)(y)).log_softmax(-1)
-
-    return found
-
-
-def test_ood_strength_may_cost_known_rows_next_to_nothing():
-    for size, taken in ((0.05, WITH), (0.5, WITHOUT)):
-        wary = unsteady(size)
-        found = decide(scaled=right(2), one=lambda y: {WITHOUT: right(3)(y), WITH: wary(y)})  # noqa: B023
-        assert (found.form, found.ood_strength) == (ONE, taken)
-    assert decide(scaled=right(3)).ood_strength == WITHOUT
-
-
-def test_temperature_scaling_pays_nothing_for_ood_strength():
-    """Who falls back to it must not lose to it."""
-    assert decide(n=9000, scaled=lambda y: {WITHOUT: right(3)(y), WITH: unsteady(0.01)(y)}).ood_strength == WITHOUT
-    assert decide(scaled=lambda y: {WITHOUT: unsteady(0.5)(y), WITH: right(3)(y)}).ood_strength == WITH
+@pytest.mark.parametrize(
+    ("strength", "log_p"),
+    [
+        (WITH, {"scaled": right(2), "one": lambda y: {WITHOUT: right(3)(y), WITH: unsteady(0.05)(y)}}),
+        (WITHOUT, {"scaled": right(2), "one": lambda y: {WITHOUT: right(3)(y), WITH: unsteady(0.5)(y)}}),
+        (WITHOUT, {"scaled": right(3)}),
+        # Temperature scaling must not lose to itself.
+        (WITHOUT, {"n": 9000, "scaled": lambda y: {WITHOUT: right(3)(y), WITH: unsteady(0.01)(y)}}),
+        (WITH, {"scaled": lambda y: {WITHOUT: unsteady(0.5)(y), WITH: right(3)(y)}}),
+    ],
+)
+def test_ood_variance_may_cost_known_rows_next_to_nothing(strength, log_p):
+    found = decide(**log_p)
+    assert (found.form, found.ood_strength) == (ONE if "one" in log_p else TEMPERATURE_SCALING, strength)
 
 
 def test_confidence_is_corrected_for_the_ood_strength_that_is_taken():
     def too_unsure(y: torch.Tensor) -> HeldOut:
-        return {WITHOUT: said(y, 1.0), WITH: (0.5 * said(y, 1.1)).log_softmax(-1)}
+        return {WITHOUT: knowing(y, 1.0), WITH: (0.5 * knowing(y, 1.1)).log_softmax(-1)}
 
-    found = decide(scaled=lambda y: said(y, 0.5), one=too_unsure)
-    plain = decide(scaled=lambda y: said(y, 0.5), one=lambda y: said(y, 1.0))
+    found = decide(scaled=lambda y: knowing(y, 0.5), one=too_unsure)
+    plain = decide(scaled=lambda y: knowing(y, 0.5), one=lambda y: knowing(y, 1.0))
     assert (found.form, found.ood_strength, plain.ood_strength) == (ONE, WITH, WITHOUT)
     assert found.recalibration.temperature == pytest.approx(0.5 * plain.recalibration.temperature, rel=0.1)
 
@@ -167,7 +171,7 @@ def test_confidence_is_corrected_anew_or_as_before_whichever_is_better():
         log_p = (2.0 * torch.randn(600, 4, generator=g, dtype=torch.float64)).log_softmax(-1)
         y = torch.multinomial(Recalibration(1.0, 0.3).log_probs(log_p).exp(), 1, generator=g).squeeze(1)
         plain = Selection(ONE, "", Recalibration(1.0, 0.4))
-        anew, before = Recalibration.of(log_p, y), plain.recalibration.again(log_p, y)
+        anew, before = Recalibration.of(log_p, y), Recalibration.of(log_p, y, bends=(0.4,))
         found = selection.with_ood(plain, {WITHOUT: log_p, WITH: log_p}, y, max_loss=10.0)
         losses = [float(selection.losses(c.log_probs(log_p), y).mean()) for c in (anew, before)]
         extra = [((c != NONE) + (c.bend != 0.0)) / len(y) for c in (anew, before)]  # the price of each number
@@ -176,63 +180,37 @@ def test_confidence_is_corrected_anew_or_as_before_whichever_is_better():
     assert bends == {"before", "anew"}
 
 
+# The rows that are held out.
+
+
 def test_each_row_is_held_out_once_and_never_fitted_on_then():
-    n = 601
-    numbered = Outputs(torch.arange(n)[:, None].double().expand(n, 2).clone(), torch.zeros(n, dtype=torch.long))
-    seen: list[tuple[set[int], set[int]]] = []
-
-    def attempt(trial: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
-        if form == TEMPERATURE_SCALING:
-            rows = tuple(set(part.outputs[:, 0].long().tolist()) for part in (trial.train, unseen))
-            seen.append((rows[0], rows[1]))
-            assert trial.num_data == len(trial.train)
-        return {WITHOUT: torch.zeros(len(unseen), 2).log_softmax(-1)}
-
-    compare(job(numbered), [ONE], attempt)
-    assert len(seen) == SELECTION.folds
-    for fitted, unseen in seen:
-        assert not fitted & unseen
-        assert fitted | unseen == set(range(n))
-    assert set.union(*(unseen for _, unseen in seen)) == set(range(n))
+    n, tried = 601, Trials()
+    compare(job(Outputs(torch.arange(n)[:, None].double().expand(n, 2).clone(), torch.arange(n) % 2)), [ONE], tried)
+    parts = [(trial, unseen) for form, trial, unseen in tried if form == ONE]
+    numbers = [[set(rows.outputs[:, 0].long().tolist()) for rows in (trial.train, unseen)] for trial, unseen in parts]
+    assert len(parts) == SELECTION.folds
+    assert all(trial.num_data == len(trial.train) for trial, _ in parts)
+    assert all(not fitted & unseen and fitted | unseen == set(range(n)) for fitted, unseen in numbers)
+    assert set.union(*(unseen for _, unseen in numbers)) == set(range(n))
 
 
 def test_many_rows_are_held_out_only_once(monkeypatch):
     change(monkeypatch, enough_rows=100)
-    sizes: list[tuple[int, int]] = []
-
-    def attempt(trial: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
-        sizes.append((len(trial.train), len(unseen)))
-        return {WITHOUT: torch.zeros(len(unseen), 3).log_softmax(-1)}
-
-    compare(job(data(1000)), [], attempt)
-    assert sizes == [(900, 100)]
-
-
-def test_a_hopeless_candidate_is_not_tried_again():
-    tries: list[VarianceForm] = []
-
-    def attempt(trial: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
-        tries.append(form)
-        assert unseen.targets is not None
-        return {WITHOUT: said(unseen.targets, 1.0 if form == TEMPERATURE_SCALING else 0.2)}
-
-    compare(job(data()), [ONE, TEN], attempt)
-    assert tries == [TEMPERATURE_SCALING, ONE, TEN]
+    tried = Trials()
+    compare(job(data(1000)), [ONE], tried)
+    assert [(form, len(trial.train), len(unseen)) for form, trial, unseen in tried] == [
+        (ONE, 900, 100),
+        (TEMPERATURE_SCALING, 900, 100),
+    ]
 
 
 def test_validation_data_decide_where_there_are_any():
-    train, val = data(SELECTION.min_rows), data(50, seed=1)
-    asked: list[Any] = []
-
-    def attempt(trial: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
-        asked.append((trial.train, trial.val, unseen))
-        return {WITHOUT: torch.zeros(len(unseen), 3).log_softmax(-1)}
-
-    compare(job(train, val), [], attempt)
-    assert asked == [(train, val, val)]
+    train, val, tried = data(SELECTION.min_rows), data(50, seed=1), Trials()
+    compare(job(train, val), [], tried)
+    assert [(trial.train, trial.val, unseen) for _, trial, unseen in tried] == [(train, val, val)]
 
 
-def test_what_is_tried_depends_on_how_many_rows_there_are_for_an_output():
+def test_candidates_depend_on_the_rows_for_each_output():
     assert candidates(99, 10) == [VarianceForm("shared")]
     assert {form.variance for form in candidates(100, 10)} == {"separable"}
     assert {form.variance for form in candidates(1000, 10)} == {"separable", "per_output"}
@@ -246,13 +224,18 @@ def test_candidates_are_trained_for_a_third_of_the_steps():
     assert shortened(Training(steps=0)).steps == 0
 
 
-def test_a_network_that_is_right_everywhere_keeps_temperature_scaling(tmp_path: Path):
-    train, test = data(), data(500, seed=1)
+# Fits.
+
+
+@pytest.mark.parametrize("classes", [3, 100])
+def test_a_network_that_is_right_everywhere_keeps_temperature_scaling(classes, tmp_path: Path):
+    train, test = (data(1200, classes=classes, seed=seed) for seed in (0, 1))
     found = FMGP(None, "classification", ood_strength=0.0, **QUICK).fit(train)
     scaled = Temperature(None, "classification").fit(train)
     torch.testing.assert_close(found.predict(test).probs, scaled.predict(test).probs, rtol=1e-5, atol=1e-7)
-    found.save(tmp_path / "head")
-    assert torch.equal(load(tmp_path / "head").predict(test).probs, found.predict(test).probs)
+    for method in (found, scaled):
+        method.save(tmp_path / "head")
+        assert torch.equal(load(tmp_path / "head").predict(test).probs, method.predict(test).probs)
 
 
 @pytest.mark.parametrize("classes", [3, 40])
@@ -271,29 +254,28 @@ def test_a_network_that_is_wrong_in_places_gets_a_variance(classes, tmp_path):
     assert torch.equal(again.predict(test).probs, found.predict(test).probs)
 
 
-def test_what_was_asked_for_is_not_chosen():
-    train = data()
-
-    def fitted(likelihood="classification", **options):
-        return FMGP(None, likelihood, **options, **QUICK).fit(train)
-
-    assert fitted(variance="shared").head.process.coupling is None
-    own = fitted(variance="per_output")
-    assert own.head.process.coupling is not None
-    assert not own.head.process.separable
-    separable = fitted(variance="separable")
-    assert separable.head.process.separable
-    assert str(separable.selection_) == "separable variance (prior 3): as requested"
-    fixed = fitted(Categorical(temperature=1.0))
-    assert float(fixed.likelihood.temperature.detach()) == 1.0
-    assert fixed.head.process.coupling is not None
-    assert fixed.selection_.recalibration == NONE
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"variance": "shared"}, "shared variance: as requested"),
+        ({"variance": "per_output"}, "per_output variance: as requested"),
+        ({"variance": "separable"}, "separable variance (prior 3): as requested"),
+        ({"likelihood": Categorical(temperature=1.0)}, "per_output variance: the default for this likelihood"),
+    ],
+)
+def test_what_was_requested_is_not_selected(options, sentence):
+    bayes = FMGP(None, **{"likelihood": "classification", **options}, **QUICK).fit(data())
+    process = bayes.head.process
+    assert str(bayes.selection_) == sentence
+    assert ((process.coupling is None), process.separable) == ("shared" in sentence, "separable" in sentence)
+    assert bayes.selection_.recalibration == NONE
+    if "likelihood" in options:
+        assert float(bayes.likelihood.temperature.detach()) == 1.0
 
 
 def test_few_rows_are_not_compared():
     found = FMGP(None, "classification", **QUICK).fit(data(SELECTION.min_rows - 1))
     assert found.head.process.coupling is None  # one variance for all classes
-    assert found.selection_.recalibration == NONE
     assert str(found.selection_) == "shared variance: 199 rows are too few to compare forms"
 
 
@@ -306,22 +288,22 @@ def test_one_class_alone_is_worth_a_warning_and_no_selection(monkeypatch):
     assert found.selection_.form.variance == "shared"
 
 
-# What was chosen, and why.
+# What was selected, and why.
 
 
 def test_the_selection_tells_the_gain_over_temperature_scaling():
-    found = decide(scaled=right(3), one=right(9), ten=lambda y: said(y, -1.0))
+    found = decide(scaled=right(3), one=right(9), ten=lambda y: knowing(y, -1.0))
     scaled, one, ten = found.candidates
     assert (scaled.form, one.form, ten.form) == (TEMPERATURE_SCALING, ONE, TEN)
     assert (scaled.gain, scaled.standard_error, scaled.rows) == (0.0, 0.0, 900)
     assert one.gain == pytest.approx(one.log_prob - scaled.log_prob)
     assert (found.gain, found.standard_error, found.rows) == (one.gain, one.standard_error, 900)
     assert one.gain > SELECTION.significance * one.standard_error > 0
-    assert (ten.gain < 0, ten.rows) == (True, 300)  # clearly worse on the first fold
+    assert (ten.gain < 0, ten.rows) == (True, 300)  # clearly worse on the first fold, and not tried again
     assert str(found) == (
         f"separable variance (prior 1): {one.gain:.3f} nats a row better than temperature scaling on 900 held-out rows"
     )
-    kept = decide(scaled=lambda y: said(y, 1.0, seed=1), one=lambda y: said(y, 1.0, seed=2))
+    kept = decide(scaled=lambda y: knowing(y, 1.0, seed=1), one=lambda y: knowing(y, 1.0, seed=2))
     assert str(kept) == "temperature scaling: nothing was clearly better on 900 held-out rows"
     assert kept.gain == 0.0
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc import FMGP, RBF, Categorical, Gaussian, Linear, NotFittedError, TrainingError, White
-from posthoc.fmgp.covariance import correction
+from posthoc.fmgp.process import correction
 from posthoc.training import History, Training, train
 from tests.cases import QUICK, N, answers, inputs, labels, mlp, numbers, recorded, same, values
 

@@ -145,7 +145,7 @@ def test_a_fit_with_an_exponent_is_that_of_logits_divided_beforehand(monkeypatch
     def log_probs(train: Outputs, new: Outputs, exponent: float) -> torch.Tensor:
         job = Job(train, None, len(train), torch.device("cpu"), train)
         method, form = FMGP(None, "classification", **QUICK), VarianceForm("separable", "once", 1.0, exponent)
-        return method._train(job, form, method._training(job))[0].log_probs(new)
+        return method._trainer(job).fit(job, form)[0].log_probs(new)
 
     scaled = log_probs(train, new, 0.3)
     torch.testing.assert_close(scaled, log_probs(divided(train), divided(new), 0.0), rtol=1e-8, atol=1e-8)

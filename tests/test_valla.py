@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.errors import OptionError
-from posthoc.fmgp.minibatches import PointView
-from posthoc.fmgp.objective import Objective
-from posthoc.fmgp.process import Process
+from posthoc.fmgp.points import PointView
+from posthoc.fmgp.process import Objective, Process
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.ntk.valla import VaLLA

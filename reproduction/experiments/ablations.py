@@ -85,7 +85,7 @@ def decomposition(method: Method, x: Tensor) -> dict[str, float]:
     unit = coupling.diagonal() if coupling is not None else torch.ones(1, dtype=torch.float64, device=head.device)
     rows = Outputs(torch.zeros(len(x), 1, device=x.device), inputs=x)  # the variance does not depend on the outputs
     prior = (kernel.diag(head.coordinates.points(rows))[:, None] * unit).mean()
-    posterior = head.latent(rows, head.prepared()).variance.mean()
+    posterior = head.latent(rows).variance.mean()
     lengthscale = kernel.log_lengthscale.exp()
     return {
         "amplitude": float(kernel.log_amplitude.exp() * unit.mean()),

@@ -44,6 +44,8 @@ __all__ = [
 
 HEAD = "posthoc-head"
 VERSION = 2
+MAX_OUTPUTS = 2**20
+"""Outputs that a head may have whatever its tensors."""
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 """Errors of a disk that are reported with the name of the file that was to be written."""
 
@@ -369,12 +371,11 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def sound_shapes(shapes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
     """The shapes in a header, if no number in them is larger than the tensors, so that nothing larger is allocated."""
     most = max([64, *(tensor.numel() for tensor in tensors.values())])
-    numbers = list(leaves(shapes["fitted"]))
-    if shapes["outputs"] and not all(type(size) is int and size > 0 for size in shapes["outputs"]):
-        raise ValueError(f"outputs of width {shapes['outputs']}")
-    if tensors and any(
-        isinstance(number, int) and not -1 <= number <= most for number in [*numbers, *shapes["outputs"]]
-    ):
+    widths, widest = shapes["outputs"] or (), max(most, MAX_OUTPUTS)  # temperatures have no number for each output
+    if not all(type(size) is int and size > 0 for size in widths):
+        raise ValueError(f"outputs of width {widths}")
+    too_large = any(isinstance(number, int) and not -1 <= number <= most for number in leaves(shapes["fitted"]))
+    if tensors and (too_large or max(widths, default=0) > widest):
         raise ValueError("shapes that are larger than its tensors")
     return shapes
 

@@ -20,13 +20,13 @@ from posthoc.collect.loaders import iterate
 from posthoc.collect.outputs import Outputs, join
 from posthoc.config import FeatureConfig, ScoreConfig, TrainingConfig, option
 from posthoc.errors import DataError, LayerError, NotFittedError, OptionError, PosthocWarning
-from posthoc.fmgp.build import train_form, trains_in_parallel
+from posthoc.fmgp.build import Trainer, shortened, trains_in_parallel
 from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.fmgp.inducing_points import NotKept, as_points
-from posthoc.fmgp.minibatches import PointView, TrainingBatch
-from posthoc.fmgp.selection import SELECTION, HeldOut, Selection, VarianceForm, folds, select_form, shortened
+from posthoc.fmgp.points import PointView, TrainingBatch
+from posthoc.fmgp.selection import Selection, folds, select_form
 from posthoc.io import reading
-from posthoc.kernels import RBF, Constant, Kernel, as_kernel
+from posthoc.kernels import RBF, Kernel, as_kernel
 from posthoc.kernels.registry import kernel_from_file
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
@@ -188,7 +188,9 @@ class FMGP(Method):
         described = f"FMGP({self._likelihood.task}, {type(self.config.kernel).__name__}"
         if self._fitted is None:
             return f"{described}, not fitted)"
-        return f"{described}, {len(self._fitted.process.l_raw)} inducing points, {self.selection_})"
+        process = self._fitted.process
+        points = f"{len(process.l_raw)} inducing points, " if process is not None else ""
+        return f"{described}, {points}{self.selection_})"
 
     @property
     def head(self) -> FittedFMGP:
@@ -205,24 +207,25 @@ class FMGP(Method):
     @property
     def kernel(self) -> Kernel:
         """The kernel; after a fit, the fitted one."""
-        kernel: Kernel = self._fitted.process.kernel if self._fitted is not None else self.config.kernel
+        process = self._fitted.process if self._fitted is not None else None
+        kernel: Kernel = process.kernel if process is not None else self.config.kernel
         return kernel
 
     def _fit(self, job: Job) -> FittedFMGP:
         """Selects a form of the variance, trains it on all rows, and corrects its confidence."""
-        rows, cached = len(job.train), self.config.cache or isinstance(job.data, Outputs)
-        if not cached and (job.checkpoint is not None or not Ranks().alone):
+        trainer, alone = self._trainer(job), Ranks().alone
+        if trainer.fresh is not None and (job.checkpoint is not None or not alone):
             raise OptionError("Checkpoints and several processes need the outputs cached: leave cache=True.")
-        if self._likelihood.draws and not Ranks().alone:
+        if self._likelihood.draws and not alone:
             raise OptionError('Monte Carlo training draws in one process: use training="pairwise" with several.')
-        if isinstance(self.config.inducing, str) and (number := self.config.num_inducing) > rows:
+        rows, number = len(job.train), self.config.num_inducing
+        if isinstance(self.config.inducing, str) and number > rows:
             told = f"Asked for {number} inducing points but there are only {rows} data points: using {rows}."
             warnings.warn(told, PosthocWarning, stacklevel=3)
-        parallel = cached and trains_in_parallel(job.train, self.config, job.device)
-        selection = select_form(job, self.config, self._likelihood, self._fit_and_score, parallel)
+        selection = select_form(job, self.config, self._likelihood, trainer)
         if self._likelihood.task == "regression":
-            return self._train_regression(job, selection, parallel)
-        fitted, self.history = self._train(job, selection.form, self._training(job))
+            return self._train_regression(job, selection, trainer)
+        fitted, self.history = trainer.fit(job, selection.form)
         strength = self.config.ood_strength if self.config.ood_strength is not None else selection.ood_strength
         if strength:
             fitted.add_ood_variance(job.train, strength, selection.form.ood_exponent)
@@ -230,34 +233,34 @@ class FMGP(Method):
         fitted.selection = replace(selection, ood_strength=strength if fitted.ood is not None else 0.0)
         return fitted
 
-    def _fit_and_score(self, part: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
-        """Log-probabilities of held-out rows by a candidate that is trained on others."""
-        fitted, _ = self._train(part, form, shortened(self._training(part)))
-        log_probs: HeldOut = {0.0: fitted.log_probs(unseen)}
-        if self.config.ood_strength is None and part.train.features is not None:
-            fitted.add_ood_variance(part.train, SELECTION.ood_strength, form.ood_exponent)
-            if fitted.ood is not None:
-                log_probs[SELECTION.ood_strength] = fitted.log_probs(unseen)
-        return log_probs
+    def _trainer(self, job: Job) -> Trainer:
+        """What trains processes on this job, with all options resolved."""
+        training = self.config.training_on(len(job.train))
+        if isinstance(job.data, Augmented):  # such images have less to learn from
+            training = shortened(training)
+        cached = self.config.cache or isinstance(job.data, Outputs)
+        parallel = cached and trains_in_parallel(job.train, self.config, job.device)
+        fresh = None if cached else partial(self._fresh_batches, job)
+        return Trainer(self.config, self._likelihood, training, parallel, fresh)
 
-    def _train_regression(self, job: Job, selection: Selection, parallel: bool) -> FittedFMGP:
+    def _train_regression(self, job: Job, selection: Selection, trainer: Trainer) -> FittedFMGP:
         """Trains on all rows, with the distribution of the standardized residuals if it is to be learned.
 
         The variance is fitted to the residuals of its own rows, which therefore look smaller than those of new rows.
         So the residuals of each fold are standardized by a variance that was fitted to the other folds. With very many
         rows that makes no difference.
         """
-        training, rows, requested = self._training(job), len(job.train), self.config.residuals == "gaussian"
+        rows, requested = len(job.train), self.config.residuals == "gaussian"
         likelihood = None if requested else self._likelihood.with_learned_noise(rows, self.config.alpha)
         if likelihood is None:
             why = "as requested" if requested else f"as {rows:,} rows are too few to learn them"
-            fitted, self.history = self._train(job, selection.form, training)
+            fitted, self.history = trainer.fit(job, selection.form)
             fitted.selection = replace(selection, residuals=f"Gaussian residuals, {why}")
             return fitted
         parts = list(folds(job, job.train, RESIDUAL_FOLDS)) if rows < MANY_RESIDUALS else []
-        jobs = [job, *(part for part, _ in parts)]
-        tasks = [partial(self._train, part, selection.form, training, likelihood) for part in jobs]
-        (fitted, self.history), *others = run_parallel(tasks, parallel)
+        fit = replace(trainer, likelihood=likelihood).fit
+        tasks = [partial(fit, part, selection.form) for part in (job, *(part for part, _ in parts))]
+        (fitted, self.history), *others = run_parallel(tasks, trainer.parallel)
         pairs = [(other, unseen) for (other, _), (_, unseen) in zip(others, parts, strict=True)]
         pairs = pairs or [(fitted, job.train.spread(MAX_RESIDUALS))]
         assert isinstance(fitted.likelihood, MixtureNoise)
@@ -265,19 +268,6 @@ class FMGP(Method):
         Ranks().share(list(fitted.buffers()))
         fitted.selection = replace(selection, residuals=f"residuals with a learned distribution, from {rows:,} rows")
         return fitted
-
-    def _train(
-        self, job: Job, form: VarianceForm, training: Training, likelihood: Likelihood | None = None
-    ) -> tuple[FittedFMGP, History]:
-        """Trains a form of the variance on a job."""
-        cached = self.config.cache or isinstance(job.data, Outputs)
-        fresh = None if cached else partial(self._fresh_batches, job)
-        return train_form(job, form, self.config, likelihood or self._likelihood, training, job.device, fresh)
-
-    def _training(self, job: Job) -> Training:
-        """How to train. Augmented images have less to learn from: they are trained as candidates are."""
-        training = self.config.training_on(len(job.train))
-        return shortened(training) if isinstance(job.data, Augmented) else training
 
     def _fresh_batches(self, job: Job, view: PointView, likelihood: Likelihood) -> Generator[TrainingBatch]:
         """Batches from the network, run anew over the data of a loader."""
@@ -307,9 +297,8 @@ class FMGP(Method):
         likelihood = self._likelihood
         if shapes["normals"] is not None and isinstance(likelihood, Gaussian):
             likelihood = MixtureNoise(likelihood, shapes["normals"])
-        # Temperature scaling has no use for the kernel and keeps a constant one.
-        kernel = Constant() if shapes["kernel"] == Constant().spec() else copy.deepcopy(self.config.kernel)
-        return FittedFMGP.blank(shapes, kernel, self._blank_likelihood(likelihood), math.prod(self._width or ()))
+        kernel, outputs = copy.deepcopy(self.config.kernel), math.prod(self._width or ())
+        return FittedFMGP.blank(shapes, kernel, self._blank_likelihood(likelihood), outputs)
 
     def _header(self) -> dict[str, Any]:
         return {**super()._header(), "selection": asdict(self.selection_)}

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from posthoc.base import TYPICAL_ROWS, Fitted
-from posthoc.collect.network import version
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError
-from posthoc.fmgp.coordinates import Coordinates
 from posthoc.fmgp.inducing_points import Inducing
 from posthoc.fmgp.ood import OutOfDistribution, top_margin
-from posthoc.fmgp.output_covariance import OutputCovariance
+from posthoc.fmgp.output_covariance import OutputCovariance, Widened
+from posthoc.fmgp.points import Coordinates
 from posthoc.fmgp.process import Process
 from posthoc.fmgp.selection import Selection, VarianceForm
 from posthoc.kernels import Kernel
@@ -25,7 +24,7 @@ from posthoc.likelihoods.categorical import Categorical
 from posthoc.numerics import rows_that_fit
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.classification import ClassificationPredictive
-from posthoc.predictive.latent import Latent, Widened, ZeroLatent
+from posthoc.predictive.latent import Latent, ZeroLatent
 from posthoc.training import Ranks
 
 __all__ = ["FittedFMGP"]
@@ -37,99 +36,87 @@ MIN_MARGIN = 1e-30
 
 
 class FittedFMGP(Fitted):
-    """A fitted process with the coordinates it sees, its likelihood and the corrections of its confidence.
+    """A fitted process with the coordinates it reads, its likelihood and the corrections of its confidence.
 
     Args:
-        process: The fixed-mean process.
-        coordinates: Blocks and units that its kernel reads.
+        process: The fixed-mean process; None for temperature scaling.
+        coordinates: Blocks and units that its kernel reads; None without a process.
         likelihood: The fitted likelihood.
         ood: The out-of-distribution variance, if any.
-        has_variance: False for temperature scaling, whose logits have no variance.
     """
+
+    process: Any  # Process | None: callers know which form they fitted
+    coordinates: Any  # Coordinates | None
 
     def __init__(
         self,
-        process: Process,
-        coordinates: Coordinates,
+        process: Process | None,
+        coordinates: Coordinates | None,
         likelihood: Likelihood,
         ood: OutOfDistribution | None = None,
-        *,
-        has_variance: bool = True,
     ) -> None:
         super().__init__(likelihood)
-        self.process, self.coordinates, self.ood, self.has_variance = process, coordinates, ood, has_variance
+        self.process, self.coordinates, self.ood = process, coordinates, ood
         self.selection = Selection(VarianceForm("per_output"), "the only form")
-        self._prepared: tuple[list[tuple[int, int]], Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
-        return self.process.l_raw.device
+        return next(self.parameters()).device
 
     @property
     def coupled(self) -> bool:  # type: ignore[override]
-        return self.process.coupling is not None
+        return self.process is not None and self.process.coupling is not None
 
     @property
     def reads(self) -> set[str]:  # type: ignore[override]
-        """The blocks it reads besides the outputs."""
-        return set(self.coordinates.spaces) - {"outputs"} | ({"features"} if self.ood is not None else set())
+        spaces = set(self.coordinates.spaces) if self.coordinates is not None else set()
+        return spaces - {"outputs"} | ({"features"} if self.ood is not None else set())
 
     def rows_at_once(self, outputs: int, *, dense: bool) -> int:
         process = self.process
-        if process.coupling is None or process.separable:
+        if not self.coupled or process.separable:
             return CHUNK
         return rows_that_fit((process.coupling.rank or outputs) * len(process.l_raw))
 
-    def prepared(self) -> Tensor:  # (M, M)
-        """W, computed anew when the parameters have changed."""
-        versions = [(p.data_ptr(), version(p)) for p in self.process.parameters()]
-        if self._prepared is None or self._prepared[0] != versions:
-            self._prepared = versions, self.process.prepare().detach()
-        return self._prepared[1]
-
-    def predictive(self, outputs: Outputs, w: Tensor | None = None, *, covariance: bool = False) -> Predictive:
-        """The predictive distribution of some rows on this device, with W, by default that of `prepared`."""
-        latent, scale = self.latent(outputs, self.prepared() if w is None else w), None
+    def predictive(self, outputs: Outputs, *, covariance: bool = False) -> Predictive:
+        """The predictive distribution of some rows on this device."""
+        latent, scale = self.latent(outputs), None
         if not isinstance(self.likelihood, Categorical):
             return self.likelihood.predictive(outputs.outputs, latent, covariance=covariance)
         if self.ood is not None:
-            width, features = len(self.ood.location), outputs.features
-            if features is None or features.shape[1] != width:
-                got = "none" if features is None else features.shape[1]
-                raise DataError(f"Expected features of width {width} as in fit, to compare with those, got {got}.")
-            distance = self.ood.distance(features)
-            latent = Widened(latent, self.ood.extra_variance(distance, outputs.outputs))
+            distance = self.ood.distance(outputs.features)
+            extra = self.ood.extra_variance(distance, outputs.outputs)
             scale = self.ood.logit_scale(distance) if self.ood.exponent else None
+            latent = Widened(latent, extra)
         pred = self.likelihood.predictive(outputs.outputs, latent, covariance=covariance, logit_scale=scale)
         return self.selection.recalibration(pred)
 
-    def latent(self, outputs: Outputs, w: Tensor) -> Latent:
+    def latent(self, outputs: Outputs) -> Latent:
         """The latent Gaussian at some rows, without out-of-distribution variance."""
-        if not self.has_variance:
+        if self.process is None:
             return ZeroLatent(outputs.outputs)
-        return self.process.latent(self.coordinates.points(outputs), w)
+        latent: Latent = self.process.latent(self.coordinates.points(outputs))
+        return latent
 
-    def predictives(self, rows: Outputs, w: Tensor) -> Iterator[tuple[Predictive, Outputs]]:
+    def predictives(self, rows: Outputs) -> Iterator[tuple[Predictive, Outputs]]:
         """Predictive distributions of consecutive parts of some rows, with these parts on the head's device."""
         for start in range(0, len(rows), CHUNK):
             part = rows[start : start + CHUNK].to(self.device)
-            yield self.predictive(part, w), part
+            yield self.predictive(part), part
 
     def validation_score(self, val: Outputs) -> Callable[[], float]:
         """A function that gives minus the mean log-probability of the validation targets."""
 
         def score() -> float:
-            w, total = self.process.prepare(), 0.0
-            for pred, part in self.predictives(val, w):
-                total -= float(pred.log_prob(part.targets).sum())
-            return total / len(val)
+            self.process.forget()
+            return -sum(float(pred.log_prob(part.targets).sum()) for pred, part in self.predictives(val)) / len(val)
 
         return score
 
     @torch.no_grad()
     def log_probs(self, rows: Outputs) -> Tensor:  # (N, C)
         """A classifier's log-probabilities of some rows, the same bits in every process."""
-        preds = (pred for pred, _ in self.predictives(rows, self.prepared()))
+        preds = (pred for pred, _ in self.predictives(rows))
         log_p = torch.cat([pred.log_probs for pred in preds if isinstance(pred, ClassificationPredictive)])
         Ranks().share([log_p])
         return log_p
@@ -138,7 +125,7 @@ class FittedFMGP(Fitted):
     def residuals(self, rows: Outputs) -> Tensor:  # (N, C), float64
         """A regression's residuals of some rows in units of their predicted standard deviation."""
         parts = []
-        for pred, part in self.predictives(rows, self.prepared()):
+        for pred, part in self.predictives(rows):
             assert part.targets is not None
             z = (part.targets.double() - pred.mean.double()) / pred.std.double()
             parts.append(z.reshape(len(part), -1))
@@ -159,7 +146,7 @@ class FittedFMGP(Fitted):
         if self.ood is None or not isinstance(self.likelihood, Categorical):
             return
         rows = typical.spread(CHUNK)
-        difference = self.latent(rows, self.prepared()).difference(rows.outputs.argmax(-1))
+        difference = self.latent(rows).difference(rows.outputs.argmax(-1))
         mean = difference.sum() / (len(rows) * (rows.outputs.shape[1] - 1))  # over all outputs but the top one
         # π/16 Var(f_c - f_t) is compared with τ²; a variance g more for each output adds 2 g to that Var.
         unit = (8.0 / math.pi) * (self.likelihood.relative_temperature.square() + math.pi / 16.0 * mean)
@@ -167,8 +154,15 @@ class FittedFMGP(Fitted):
         self.ood.strength = unit * strength
 
     def shapes(self) -> dict[str, Any]:
+        shapes = {
+            "ood": [*self.ood.basis.shape, self.ood.exponent] if self.ood is not None else None,
+            "normals": getattr(self.likelihood, "normals", None),
+            "has_variance": self.process is not None,
+        }
+        if self.process is None:
+            return shapes
         coupling = self.process.coupling
-        return {
+        return shapes | {
             "kernel": self.process.kernel.spec(),
             "spaces": {space: self.coordinates.width(space) for space in self.coordinates.spaces},
             "default_space": self.coordinates.default,
@@ -176,14 +170,17 @@ class FittedFMGP(Fitted):
             "shared": coupling is None,
             "separable": self.process.separable,
             "rank": coupling.rank if coupling is not None else None,
-            "ood": [*self.ood.basis.shape, self.ood.exponent] if self.ood is not None else None,
-            "normals": getattr(self.likelihood, "normals", None),
-            "has_variance": self.has_variance,
         }
 
     @classmethod
     def blank(cls, shapes: Mapping[str, Any], kernel: Kernel, likelihood: Likelihood, num_outputs: int) -> Self:
         """An object with tensors of these shapes, to load values into."""
+        ood = None
+        if shapes["ood"] is not None:
+            width, directions, exponent = shapes["ood"]
+            ood = OutOfDistribution(width, directions, float(exponent))
+        if not shapes["has_variance"]:
+            return cls(None, None, likelihood, ood)
         owners, spaces, space = torch.tensor(shapes["owners"]), shapes["spaces"], shapes["default_space"]
         if owners.min() < 0 or owners.max() >= num_outputs or not torch.equal(owners, owners.sort().values):
             raise ValueError(f"inducing points that belong to other outputs than the {num_outputs} there are")
@@ -194,13 +191,9 @@ class FittedFMGP(Fitted):
             raise DataError(f"{message}: give one of the same form.")
         coupling = None if shapes["shared"] else OutputCovariance(num_outputs, shapes["rank"])
         process = Process(kernel, Inducing(z, owners), num_outputs, coupling, start=0.0, separable=shapes["separable"])
-        ood = None
-        if shapes["ood"] is not None:
-            width, directions, exponent = shapes["ood"]
-            ood = OutOfDistribution(width, directions, float(exponent))
-        return cls(process, Coordinates(spaces, space), likelihood, ood, has_variance=bool(shapes["has_variance"]))
+        return cls(process, Coordinates(spaces, space), likelihood, ood)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        if not torch.equal(state_dict["process.z_class"], self.process.z_class):
+        if self.process is not None and not torch.equal(state_dict["process.z_class"], self.process.z_class):
             raise ValueError("inducing points that belong to other outputs than the shapes say")
         return super().load_state_dict(state_dict, strict, assign)

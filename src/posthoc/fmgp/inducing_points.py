@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from posthoc.errors import DataError, OptionError
-from posthoc.fmgp.minibatches import PointView
+from posthoc.fmgp.points import PointView
 from posthoc.validation import as_numbers
 
 __all__ = ["Inducing", "NotKept", "as_points", "distinct", "initial_inducing", "kmeans", "per_class", "random_points"]

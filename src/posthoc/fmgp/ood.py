@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posthoc.collect.outputs import Outputs
+from posthoc.errors import DataError
 from posthoc.likelihoods.temperature import best_inverse, log_likelihood
+from posthoc.numerics import rows_that_fit
 
 __all__ = ["OutOfDistribution", "best_exponent", "top_margin"]
 
@@ -92,8 +94,11 @@ class OutOfDistribution(nn.Module):
         ood.quantiles = torch.quantile(ood.distance(others), levels)
         return ood
 
-    def distance(self, features: Tensor) -> Tensor:  # (N,)
+    def distance(self, features: Tensor | None) -> Tensor:  # (N,)
         """The squared Mahalanobis distance of the features' directions, divided by D: about 1 for fitted data."""
+        if features is None or features.shape[1] != len(self.location):
+            got = "none" if features is None else features.shape[1]
+            raise DataError(f"Expected features of width {len(self.location)} as in fit, to compare with, got {got}.")
         x = unit_vectors(features) - self.location
         along = x @ self.basis
         other = (x.square().sum(-1) - along.square().sum(-1)).clamp_min(0.0)
@@ -116,7 +121,8 @@ def best_exponent(rows: Outputs) -> float:
     Returns:
         One of `EXPONENTS`; 0 where another gains less log-likelihood than its penalty, or without features.
     """
-    some = rows.only("features").spread(max(1, min(MAX_COMPARED_ROWS, MAX_COMPARED_LOGITS // rows.outputs[0].numel())))
+    most = rows_that_fit(rows.outputs[0].numel(), 8 * MAX_COMPARED_LOGITS)
+    some = rows.only("features").spread(min(MAX_COMPARED_ROWS, most))
     ood = OutOfDistribution.of(some.features) if some.features is not None else None
     if ood is None or some.features is None:
         return 0.0

@@ -12,10 +12,17 @@ import math
 import torch
 from torch import Tensor, nn
 
-from posthoc.fmgp.covariance import output_covariance
 from posthoc.predictive.latent import Latent
 
-__all__ = ["CoupledLatent", "LowRankLatent", "OutputCovariance", "SeparableLatent"]
+__all__ = [
+    "CoupledLatent",
+    "LowRankLatent",
+    "OutputCovariance",
+    "SeparableLatent",
+    "Widened",
+    "covariance_across",
+    "marginal_variance",
+]
 
 SMALLEST = 1e-300
 """Lower bound of the squared diagonal of F, whose logarithm is taken."""
@@ -139,7 +146,7 @@ class CoupledLatent(Latent):
         return (self.k_diag * self.coupling.diagonal() - self.known.square().sum(-1).mT).clamp_min(0.0)
 
     def covariance(self) -> Tensor:
-        return output_covariance(self.coupling.matrix(), self.k_diag.squeeze(-1), self.known)
+        return covariance_across(self.coupling.matrix(), self.k_diag.squeeze(-1), self.known)
 
     def difference(self, top: Tensor) -> Tensor:
         known = self.known - self.known.gather(0, top[None, :, None].expand(1, *self.known.shape[1:]))
@@ -180,7 +187,7 @@ class LowRankLatent(Latent):
 
     def covariance(self) -> Tensor:
         known = (self.k_xz[:, :, None] * self.coupling.columns(self.z_class).mT).mT @ self.w.mT  # (N, C, M)
-        return output_covariance(self.coupling.matrix(), self.k_diag.squeeze(-1), known.transpose(0, 1))
+        return covariance_across(self.coupling.matrix(), self.k_diag.squeeze(-1), known.transpose(0, 1))
 
     def difference(self, top: Tensor) -> Tensor:
         squares, label = self._squares(), top[:, None]
@@ -205,3 +212,51 @@ class LowRankLatent(Latent):
         pull = torch.einsum("nrm,nr->nm", self.qs, f_top)
         pull = pull + d_top * self.k_xz * ((self.k_xz * mine) @ (self.w.mT @ self.w))
         return (toward @ f.mT).index_add(1, self.present, d[self.present] * (pull @ self.owner))
+
+
+class Widened(Latent):
+    """A latent Gaussian with an extra variance (N,), the same and independent for every output of a point."""
+
+    def __init__(self, latent: Latent, more: Tensor) -> None:
+        self.latent, self.more, self.independent = latent, more[:, None], latent.independent
+
+    @property
+    def variance(self) -> Tensor:
+        return self.latent.variance + self.more
+
+    def covariance(self) -> Tensor:
+        v = self.latent.covariance()
+        return v + torch.diag_embed(self.more.expand(v.shape[:-1]))
+
+    def difference(self, top: Tensor) -> Tensor:
+        return (self.latent.difference(top) + 2.0 * self.more).scatter(-1, top[:, None], 0.0)
+
+
+def marginal_variance(k_diag: Tensor, k_xz: Tensor, w: Tensor) -> Tensor:
+    """K(x, x) - |W K(Z, x)|², in float64: never above the prior's variance and never below zero.
+
+    Args:
+        k_diag: K(x, x) (N,).
+        k_xz: K(x, Z) (N, M).
+        w: W (M, M).
+
+    Returns:
+        The variances (N,).
+    """
+    known = k_xz.double() @ w.double().mT
+    return (k_diag.double() - torch.linalg.vecdot(known, known)).clamp_min(0.0)
+
+
+def covariance_across(b: Tensor, k_diag: Tensor, known: Tensor) -> Tensor:
+    """The covariance across outputs at each point, B k(x, x) - K((x, ·), Z) (-A) K(Z, (x, ·)), in float64.
+
+    Args:
+        b: B (C, C), the covariance among the outputs.
+        k_diag: k(x, x) (N,).
+        known: W K(Z, (x, c)) (C, N, M), what the inducing points know of each output.
+
+    Returns:
+        The covariances (N, C, C).
+    """
+    known = known.double().transpose(0, 1)
+    return b.double() * k_diag.double()[:, None, None] - known @ known.mT

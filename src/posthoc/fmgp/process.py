@@ -1,17 +1,39 @@
-"""The fixed-mean process: its parameters, and the latent Gaussian they give at any points."""
+"""The fixed-mean process: its parameters, the latent Gaussian at any points, and the objective it is trained with.
+
+The posterior covariance (paper, section 3.3; `docs/notation.md`) is K(x, x') - K(x, Z) (-A) K(Z, x') with
+-A = (Ã⁻¹ + K_β)⁻¹ and Ã = L Lᵀ. With
+
+    H = I + Lᵀ K_β L = R Rᵀ        and        W = R⁻¹ Lᵀ
+
+we have -A = Wᵀ W, so one Cholesky of H and one triangular solve give every quantity, and nothing is inverted. H has no
+eigenvalue below one, whatever the inducing points: duplicated points and singular kernels need no jitter.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from posthoc.fmgp.covariance import Correction, correction, marginal_variance
+from posthoc.collect.network import version
 from posthoc.fmgp.inducing_points import Inducing
-from posthoc.fmgp.output_covariance import CoupledLatent, LowRankLatent, OutputCovariance, SeparableLatent
+from posthoc.fmgp.output_covariance import (
+    CoupledLatent,
+    LowRankLatent,
+    OutputCovariance,
+    SeparableLatent,
+    marginal_variance,
+)
+from posthoc.fmgp.points import TrainingBatch
 from posthoc.kernels import Kernel, Points, gram
+from posthoc.likelihoods.base import Likelihood
+from posthoc.numerics import cholesky
 from posthoc.predictive.latent import IndependentLatent, Latent
 
-__all__ = ["Process"]
+__all__ = ["Correction", "Objective", "Process", "correction"]
 
 
 class Process(nn.Module):
@@ -53,6 +75,7 @@ class Process(nn.Module):
         self.register_buffer("present", present, persistent=False)  # (J,), the outputs that own inducing points
         self.present: Tensor
         self.sizes: list[int] = sizes.tolist()
+        self._prepared: tuple[list[tuple[int, int]], Tensor] | None = None
 
     @property
     def chol(self) -> Tensor:  # (M, M)
@@ -66,13 +89,25 @@ class Process(nn.Module):
         w, kl = self._correction(kzz)
         return self._latent(k_xz, k_diag, w), kl
 
-    def prepare(self) -> Tensor:  # (M, M)
-        """W, for `latent` at many batches of points."""
-        return self._correction(gram(self.kernel, dict(self.z))).w
-
-    def latent(self, x: Points, w: Tensor) -> Latent:
-        """The latent Gaussian at some points, with W from `prepare`."""
+    def latent(self, x: Points) -> Latent:
+        """The latent Gaussian at some points, with W as it is kept."""
+        w = self.prepared()
         return self._latent(self.kernel(x, dict(self.z)), self.kernel.diag(x), w)
+
+    def prepared(self) -> Tensor:  # (M, M)
+        """W, computed anew when the parameters have changed."""
+        versions = [(p.data_ptr(), version(p)) for p in self.parameters()]
+        if self._prepared is None or self._prepared[0] != versions:
+            self._prepared = versions, self._correction(self._among()).w.detach()
+        return self._prepared[1]
+
+    def _among(self) -> Tensor:  # (M, M)
+        """The kernel of one output among the inducing points."""
+        return gram(self.kernel, dict(self.z))
+
+    def forget(self) -> None:
+        """Drops W. Training changes parameters through views of them, which leaves their versions as they are."""
+        self._prepared = None
 
     def _correction(self, kzz: Tensor) -> Correction:
         if self.coupling is not None and not self.separable:
@@ -87,3 +122,93 @@ class Process(nn.Module):
         if self.coupling.rank is None:
             return CoupledLatent(self.coupling, k_diag, k_xz, w, self.present, self.sizes)
         return LowRankLatent(self.coupling, k_diag, k_xz, w, self.z_class, self.present)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """-(1/|B|) Σ_b energy_b + (copies · KL + prior · KL_B) / N: the mini-batch estimate of the loss of one data point.
+
+    Args:
+        process: Gives the latent Gaussian and the KL.
+        likelihood: Gives the energy.
+        alpha: The divergence, from 0 (the ELBO) to 1.
+        num_data: N.
+        kl_copies: How often the KL counts: once, or for each output where outputs share one variance.
+        prior: The weight of KL_B, which holds B near the identity.
+        generator: What the energy draws from, if it does.
+    """
+
+    process: Process
+    likelihood: Likelihood
+    alpha: float
+    num_data: int
+    kl_copies: int = 1
+    prior: float = 0.0
+    generator: torch.Generator | None = None
+
+    def __call__(self, batch: TrainingBatch) -> Tensor:  # ()
+        latent, kl = self.process(batch.points)
+        energy = self.likelihood.energy(batch.mean, latent, batch.target, self.alpha, self.generator)
+        loss = kl * (self.kl_copies / self.num_data) - energy.mean()
+        if self.prior and self.process.coupling is not None:
+            loss = loss + self.process.coupling.divergence() * (self.prior / self.num_data)
+        return loss
+
+
+class Correction(NamedTuple):
+    """The difference between posterior and prior.
+
+    Attributes:
+        w: W (M, M), with -A = WᵀW. Use it in that form only: its gradient assumes that.
+        kl: KL(q | p) = ½ (log|H| + tr H⁻¹ - M) ≥ 0, (), zero at L = 0 (the paper prints its trace with the wrong sign).
+    """
+
+    w: Tensor
+    kl: Tensor
+
+
+def correction(chol: Tensor, kzz: Tensor) -> Correction:
+    """W and KL(q | p), in float64.
+
+    Args:
+        chol: L (M, M), lower triangular with any signs.
+        kzz: K_β (M, M), symmetric.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> round(float(correction(one, one).w) ** 2, 6)  # 1 / (1 + 1)
+        0.5
+    """
+    w, kl = _Correction.apply(chol.double(), kzz.double())  # type: ignore[no-untyped-call]
+    return Correction(w, kl)
+
+
+class _Correction(torch.autograd.Function):
+    """W and the KL from L and K, with a derived backward pass: products and one triangular solve, where autograd
+    would differentiate the Cholesky factor and the solve one by one.
+
+    The KL follows from log|H| = 2 Σ log R_mm and M - tr H⁻¹ = tr(W K Wᵀ). For a function f of G = WᵀW, with the
+    gradients W̄ of f and κ of the KL, and using tr(K G) = tr(W K Wᵀ):
+
+        D = (κ W K - W̄) Wᵀ          (symmetric, since f does not change under W → QW with Q orthogonal)
+        K̄ = ½ Wᵀ D W                L̄ = (W̄ᵀ + K Wᵀ D) R⁻¹
+    """
+
+    @staticmethod
+    def forward(ctx: Any, chol: Tensor, kzz: Tensor) -> tuple[Tensor, Tensor]:
+        identity = torch.eye(len(chol), dtype=chol.dtype, device=chol.device)
+        r = cholesky(torch.addmm(identity, chol.mT, kzz @ chol), "H = I + LᵀKL")
+        # Wᵀ = L R⁻ᵀ: solved from the right, with an upper factor, it takes two thirds of the time
+        w = torch.linalg.solve_triangular(r.mT, chol, upper=True, left=False).mT
+        wk = w @ kzz
+        ctx.save_for_backward(r, w, wk)
+        return w, r.diagonal().log().sum() - 0.5 * (wk * w).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, w_grad: Tensor, kl_grad: Tensor) -> tuple[Tensor, Tensor]:
+        r, w, wk = ctx.saved_tensors
+        d = (kl_grad * wk).sub_(w_grad) @ w.mT
+        # L̄ᵀ = R⁻ᵀ (W̄ + D W K), since D is symmetric
+        chol_grad = torch.linalg.solve_triangular(r.mT, torch.addmm(w_grad, d, wk), upper=True).mT
+        return chol_grad, (w.mT @ d @ w).mul_(0.5)

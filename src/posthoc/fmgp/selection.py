@@ -22,9 +22,10 @@ from posthoc.fmgp.ood import best_exponent
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.recalibration import NONE, Recalibration
 from posthoc.predictive.calibration_error import expected_calibration_error
-from posthoc.training import Ranks, Training, run_parallel
+from posthoc.training import Ranks, run_parallel
 
 if TYPE_CHECKING:
+    from posthoc.fmgp.build import Trainer
     from posthoc.fmgp.estimator import FMGPConfig
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "VarianceForm",
     "folds",
     "select_form",
-    "shortened",
 ]
 
 
@@ -175,21 +175,16 @@ class Selection:
 
 HeldOut = dict[float, Tensor]
 """Log-probabilities (N, C) of held-out rows, by the strength of the out-of-distribution variance."""
-FitAndScore = Callable[[Job, VarianceForm, Outputs], HeldOut]
-"""Trains a form on a job and scores rows that are not in it."""
 
 
-def select_form(
-    job: Job, config: FMGPConfig, likelihood: Likelihood, fit_and_score: FitAndScore, parallel: bool
-) -> Selection:
+def select_form(job: Job, config: FMGPConfig, likelihood: Likelihood, trainer: Trainer) -> Selection:
     """Selects the form of the variance: the requested one, the default one, or the best on held-out rows.
 
     Args:
         job: The data of the fit.
         config: Options of the estimator.
         likelihood: The likelihood, before the fit.
-        fit_and_score: Trains a form on a job and scores rows that are not in it.
-        parallel: Whether candidates are trained at the same time, by a thread each.
+        trainer: Trains the candidates.
     """
     rows, num_outputs = len(job.train), job.train.outputs[0].numel()
     if config.variance != "auto":
@@ -211,7 +206,7 @@ def select_form(
     exponent = Ranks().agree(best_exponent(job.train)) if learns_exponent else 0.0
     forms = [CAUTIOUS] if augmented else candidates(rows, num_outputs)
     forms = [replace(form, kl=config.kl or form.kl, ood_exponent=exponent) for form in forms]
-    selection = compare(job, forms, fit_and_score, parallel)
+    selection = compare(job, forms, trainer.fit_and_score, trainer.parallel)
     # Corrections learned from augmented images do not hold for plain ones.
     return replace(selection, recalibration=NONE, ood_strength=0.0) if augmented else selection
 
@@ -230,38 +225,46 @@ def candidates(rows: int, num_outputs: int) -> list[VarianceForm]:
     ]
 
 
-def compare(job: Job, forms: list[VarianceForm], fit_and_score: FitAndScore, parallel: bool = False) -> Selection:
-    """The best of some forms and temperature scaling, on rows that they were not trained on."""
+def compare(
+    job: Job,
+    forms: list[VarianceForm],
+    fit_and_score: Callable[[Job, VarianceForm, Outputs], HeldOut],
+    parallel: bool = False,
+) -> Selection:
+    """The best of some forms and temperature scaling, on rows that they were not trained on.
+
+    Args:
+        job: The data of the fit.
+        forms: The candidates.
+        fit_and_score: Trains a form on a job and scores rows that are not in it.
+        parallel: Whether candidates are trained at the same time, by a thread each.
+    """
     baseline = replace(TEMPERATURE_SCALING, ood_exponent=forms[0].ood_exponent if forms else 0.0)
     held_out: dict[VarianceForm, HeldOut] = {form: {} for form in (baseline, *forms)}
     scores: dict[VarianceForm, CandidateScore] = {}
-    remaining, targets = list(held_out), list[Tensor]()
+    remaining, targets = list(forms), list[Tensor]()
     for part, unseen in held_out_parts(job):
-        tasks = [partial(fit_and_score, part, form, unseen) for form in remaining]
-        for form, by_strength in zip(remaining, run_parallel(tasks, parallel), strict=True):
+        tried = [*remaining, baseline]
+        tasks = [partial(fit_and_score, part, form, unseen) for form in tried]
+        for form, by_strength in zip(tried, run_parallel(tasks, parallel), strict=True):
             for strength, log_p in by_strength.items():
                 parts = [held_out[form][strength]] if strength in held_out[form] else []
                 held_out[form][strength] = torch.cat([*parts, log_p.float()])
         assert unseen.targets is not None
-        device = held_out[baseline][0.0].device  # where the fitted parameters are; rows may stay on the host
-        targets.append(unseen.targets.long().to(device))
+        scaled = held_out[baseline][0.0]
+        targets.append(unseen.targets.long().to(scaled.device))  # rows may stay on the host
         y = torch.cat(targets)
         # Forms that are clearly worse than temperature scaling are dropped. The others are not compared with each
         # other: one fold does not show which of them is better calibrated.
-        base = losses(held_out[baseline][0.0], y)
-        scores[baseline] = score_of(baseline, held_out[baseline][0.0], base, y)
-        for form in remaining[1:]:
+        for form in remaining:
             log_p = held_out[form][0.0]
-            scores[form] = score_of(form, NONE.again(log_p, y).log_probs(log_p), base, y)
+            log_p = Recalibration.of(log_p, y, bends=(0.0,)).log_probs(log_p)
+            scores[form] = score_of(form, log_p, scaled, y)
         remaining = [form for form in remaining if scores[form].significance > -SELECTION.significance]
-        if len(remaining) == 1:
+        if not remaining:
             break
-    return verdict(held_out, scores, remaining, y)
-
-
-def shortened(training: Training) -> Training:
-    """How to train a candidate: a third of the steps, with up to three times the learning rate."""
-    return replace(training, steps=-(-training.steps // 3), lr=min(3.0 * training.lr, max(training.lr, 0.05)))
+    scores[baseline] = score_of(baseline, scaled, scaled, y)
+    return verdict(held_out, scores, baseline, remaining, y)
 
 
 def held_out_parts(job: Job) -> Iterator[tuple[Job, Outputs]]:
@@ -297,6 +300,7 @@ def folds(job: Job, rows: Outputs, count: int, max_held_out: int | None = None) 
 def verdict(
     held_out: dict[VarianceForm, HeldOut],
     scores: dict[VarianceForm, CandidateScore],
+    baseline: VarianceForm,
     forms: list[VarianceForm],
     y: Tensor,
 ) -> Selection:
@@ -305,25 +309,26 @@ def verdict(
     Args:
         held_out: Log-probabilities of all candidates.
         scores: Their scores; those of `forms` are computed anew.
-        forms: Temperature scaling, and the candidates that are not clearly worse.
+        baseline: Temperature scaling.
+        forms: The candidates that are not clearly worse.
         y: The classes (N,) of the held-out rows.
     """
-    scaled = held_out[forms[0]][0.0]
-    base = losses(scaled, y)
-    best, least = Selection(forms[0], "nothing was clearly better"), 1.0
-    for form in forms[1:]:
+    scaled = held_out[baseline][0.0]
+    base = float(losses(scaled, y).mean())
+    best, least = Selection(baseline, "nothing was clearly better"), 1.0
+    for form in forms:
         correction = Recalibration.of(held_out[form][0.0], y)
         log_p = correction.log_probs(held_out[form][0.0])
-        scores[form] = score = score_of(form, log_p, base, y)
+        scores[form] = score = score_of(form, log_p, scaled, y)
         # The price of being worse calibrated than temperature scaling, as a share of its loss.
         excess = calibration_error(log_p, y) - calibration_error(scaled, y) - SELECTION.calibration_slack
-        loss = float(losses(log_p, y).mean() / base.mean()) + SELECTION.calibration_price * max(0.0, excess)
+        loss = -score.log_prob / base + SELECTION.calibration_price * max(0.0, excess)
         if score.significance > SELECTION.significance and loss < least:
             best = Selection(form, f"{score.gain:.3f} nats a row better than temperature scaling", correction)
             least = loss
     reason = f"{best.reason} on {len(y):,} held-out rows"
     best = replace(best, reason=reason, rows=len(y), candidates=tuple(scores[form] for form in held_out))
-    return with_ood(best, held_out[best.form], y, max_loss=float(base.mean()))
+    return with_ood(best, held_out[best.form], y, max_loss=base)
 
 
 def with_ood(plain: Selection, held_out: HeldOut, y: Tensor, max_loss: float) -> Selection:
@@ -339,15 +344,17 @@ def with_ood(plain: Selection, held_out: HeldOut, y: Tensor, max_loss: float) ->
     if SELECTION.ood_strength not in held_out:
         return plain
     log_p = held_out[SELECTION.ood_strength]
-    corrections = Recalibration.of(log_p, y), plain.recalibration.again(log_p, y)  # a new bend, or the same
+    same_bend = Recalibration.of(log_p, y, bends=(plain.recalibration.bend,))
+    corrections = Recalibration.of(log_p, y), same_bend
     selections = [replace(plain, recalibration=c, ood_strength=SELECTION.ood_strength) for c in corrections]
     best = min(selections, key=expected_loss)
     allowed = min((1.0 + SELECTION.ood_price) * expected_loss(plain), max_loss)
     return best if expected_loss(best) <= allowed else plain
 
 
-def score_of(form: VarianceForm, log_p: Tensor, base: Tensor, y: Tensor) -> CandidateScore:
-    """The score of log-probabilities (N, C), given the losses (N,) of temperature scaling."""
+def score_of(form: VarianceForm, log_p: Tensor, scaled: Tensor, y: Tensor) -> CandidateScore:
+    """The score of log-probabilities (N, C), given those of temperature scaling."""
+    base = losses(scaled, y)
     gains = base - losses(log_p, y)
     gain, error = float(gains.mean()), float(gains.std() / len(gains) ** 0.5) if len(gains) > 1 else 0.0
     return CandidateScore(form, gain - float(base.mean()), gain, error, len(y))

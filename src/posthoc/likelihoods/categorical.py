@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.temperature import suitable_temperature
-from posthoc.predictive.base import LatentGaussian, Predictive, working_dtype
+from posthoc.predictive.base import LatentGaussian, Predictive
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.latent import Latent
 from posthoc.validation import choice, class_labels, integer, number
@@ -127,7 +127,7 @@ class Categorical(Likelihood):
     ) -> ClassificationPredictive:
         """The class probabilities; `logit_scale`, (N, 1), multiplies the unit of the logits at each point."""
         unit = self.unit if logit_scale is None else self.unit * logit_scale
-        mean, dtype = outputs.double() / unit, working_dtype(outputs)
+        mean = outputs.double() / unit
         if self.prediction_form == "monte_carlo":
             generator = torch.Generator(outputs.device).manual_seed(self.seed)
             # Every row has the same draws, so that its prediction does not depend on the rows beside it.
@@ -135,8 +135,10 @@ class Categorical(Likelihood):
             log_probs = log_p.logsumexp(0) - math.log(self.samples)
         else:
             log_probs = APPROXIMATIONS[self.prediction_form](mean, latent, self.relative_temperature)
+        gaussian = LatentGaussian.around(outputs, latent, unit, covariance=covariance)
+        dtype = gaussian.variance.dtype
         return ClassificationPredictive(
-            LatentGaussian.around(outputs, latent, unit, covariance=covariance),
+            gaussian,
             log_probs=log_probs.to(dtype),
             temperature=(self.relative_temperature * unit).to(dtype),
             keeps_argmax=self.prediction_form == "pairwise",

@@ -8,6 +8,7 @@ maximum. The predicted class and the means stay as they are.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,20 +36,16 @@ class Recalibration(NamedTuple):
     bend: float
 
     @classmethod
-    def of(cls, log_p: Tensor, y: Tensor) -> Recalibration:
+    def of(cls, log_p: Tensor, y: Tensor, bends: Sequence[float] = BENDS) -> Recalibration:
         """The best correction of log-probabilities (N, C) for labels (N,); with a bend only if its gain in
         log-likelihood exceeds the cost of a parameter (Schwarz, 1978)."""
         scores = {}
-        for bend in BENDS:
-            correction = cls(1.0, bend).again(log_p, y)
+        for bend in bends:
+            inverse = best_inverse(log_p.double() / cls(1.0, bend).temperatures(log_p), y)
+            correction = cls(1.0 / inverse, bend)
             log_prob = correction.log_probs(log_p).gather(-1, y[:, None])
             scores[correction] = float(log_prob.sum()) - (0.5 * math.log(len(y)) if bend else 0.0)
         return max(scores, key=scores.__getitem__)
-
-    def again(self, log_p: Tensor, y: Tensor) -> Recalibration:
-        """The best correction with the same bend."""
-        logits = log_p.double() / Recalibration(1.0, self.bend).temperatures(log_p)
-        return Recalibration(1.0 / best_inverse(logits, y), self.bend)
 
     def temperatures(self, log_p: Tensor) -> Tensor:
         """t(x) for each row of log-probabilities, (N, 1)."""

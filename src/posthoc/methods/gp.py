@@ -11,9 +11,8 @@ from torch import Tensor
 
 from posthoc.base import CHUNK, TYPICAL_ROWS, FeatureConfig, Fitted, Job, Method, TrainingConfig, option
 from posthoc.collect.outputs import Outputs
-from posthoc.fmgp.coordinates import Coordinates
 from posthoc.fmgp.inducing_points import kmeans
-from posthoc.fmgp.minibatches import DrawnBatches, PointView, TrainingBatch
+from posthoc.fmgp.points import Coordinates, DrawnBatches, PointView, TrainingBatch
 from posthoc.kernels import RBF
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.gaussian import Gaussian

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posthoc.numerics import cholesky
 
-__all__ = ["DenseLatent", "FactorLatent", "IndependentLatent", "Latent", "Widened", "ZeroLatent", "correlate"]
+__all__ = ["DenseLatent", "FactorLatent", "IndependentLatent", "Latent", "ZeroLatent", "correlate"]
 
 
 class Latent(ABC):
@@ -101,24 +101,6 @@ class FactorLatent(Latent):
     def difference(self, top: Tensor) -> Tensor:
         of_top = self.factor[torch.arange(len(top), device=top.device), top]
         return (self.factor - of_top[:, None]).square().sum(-1)
-
-
-class Widened(Latent):
-    """A latent Gaussian with an extra variance (N,), the same and independent for every output of a point."""
-
-    def __init__(self, latent: Latent, more: Tensor) -> None:
-        self.latent, self.more, self.independent = latent, more[:, None], latent.independent
-
-    @property
-    def variance(self) -> Tensor:
-        return self.latent.variance + self.more
-
-    def covariance(self) -> Tensor:
-        v = self.latent.covariance()
-        return v + torch.diag_embed(self.more.expand(v.shape[:-1]))
-
-    def difference(self, top: Tensor) -> Tensor:
-        return (self.latent.difference(top) + 2.0 * self.more).scatter(-1, top[:, None], 0.0)
 
 
 def correlate(covariance: Tensor, noise: Tensor) -> Tensor:

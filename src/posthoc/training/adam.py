@@ -43,9 +43,10 @@ class FlatAdam:
 
     @torch.no_grad()
     def step(self, lr: float | Tensor) -> None:
-        """Takes one step; `lr` is a tensor () on the device where a CUDA graph is captured."""
+        """Takes one step and clears the gradients; `lr` is a tensor () on the device where a CUDA graph is captured."""
         options = {**OPTIONS, "beta1": BETA1, "beta2": BETA2, "eps": EPS, "capturable": isinstance(lr, Tensor)}
         adam(self.values, self.grads, self.first, self.second, [], self.counts, lr=lr, **options)
+        self.clear()
 
     @property
     def state(self) -> list[Tensor]:

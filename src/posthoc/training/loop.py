@@ -214,7 +214,6 @@ class PlainSteps:
 
     def step(self, batch: Block, lr: float | Tensor) -> Tensor:
         """Takes one step; its loss stays on the device."""
-        self.optimizer.clear()
         loss = self.objective(batch)
         loss.backward()
         self.ranks.sum(self.optimizer.grads, self.weight)

@@ -16,14 +16,12 @@ from posthoc.collect.loaders import Batch
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import OptionError
 from posthoc.fmgp.build import START, train_fitted
-from posthoc.fmgp.coordinates import Coordinates
-from posthoc.fmgp.covariance import Correction, correction
 from posthoc.fmgp.estimator import decode_points, encode_classes, encode_points
 from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.fmgp.inducing_points import Inducing, initial_inducing
-from posthoc.fmgp.minibatches import PointView
 from posthoc.fmgp.output_covariance import OutputCovariance
-from posthoc.fmgp.process import Process
+from posthoc.fmgp.points import Coordinates, PointView
+from posthoc.fmgp.process import Correction, Process, correction
 from posthoc.fmgp.selection import VarianceForm
 from posthoc.kernels import Points
 from posthoc.likelihoods.base import Likelihood
@@ -219,12 +217,15 @@ class TangentProcess(Process):
 
     def forward(self, x: Points) -> tuple[Latent, Tensor]:
         w, kl = self._correction(self.z["features"])
-        return self.latent(x, w), kl
+        return self._tangent_latent(x, w), kl
 
-    def prepare(self) -> Tensor:  # (M, M)
-        return self._correction(self.z["features"]).w
+    def latent(self, x: Points) -> Latent:
+        return self._tangent_latent(x, self.prepared())
 
-    def latent(self, x: Points, w: Tensor) -> Latent:
+    def _among(self) -> Tensor:
+        return self.z["features"]
+
+    def _tangent_latent(self, x: Points, w: Tensor) -> Latent:
         (cross, prior), scale = self.split(x["features"]), self._scale()
         known = (scale[:, None] * scale[self.z_class] * cross) @ w.mT  # (N, C, M)
         return DenseLatent(scale[:, None] * scale * prior - known @ known.mT)
