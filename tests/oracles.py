@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,21 +33,21 @@ def titsias_variance(k_diag: Tensor, k_tz: Tensor, k_zz: Tensor, k_zx: Tensor, n
     return k_diag - (k_tz @ (torch.linalg.inv(k_zz) - posterior) @ k_tz.mT).diagonal()
 
 
+SHAPES: dict[str, Callable[[float], float]] = {
+    "rbf": lambda r: math.exp(-0.5 * r * r),
+    "matern12": lambda r: math.exp(-r),
+    "matern32": lambda r: (1 + math.sqrt(3) * r) * math.exp(-math.sqrt(3) * r),
+    "matern52": lambda r: (1 + math.sqrt(5) * r + 5 * r * r / 3) * math.exp(-math.sqrt(5) * r),
+}
+
+
 def kernel_matrix(name: str, a: Tensor, b: Tensor, lengthscale: Tensor, amplitude: float) -> Tensor:
     """Stationary kernels from their textbook formulas, one pair of points at a time."""
     out = torch.empty(len(a), len(b), dtype=a.dtype)
     for i in range(len(a)):
         for j in range(len(b)):
             r = float((((a[i] - b[j]) / lengthscale) ** 2).sum()) ** 0.5
-            out[i, j] = (
-                amplitude
-                * {
-                    "rbf": math.exp(-0.5 * r * r),
-                    "matern12": math.exp(-r),
-                    "matern32": (1 + math.sqrt(3) * r) * math.exp(-math.sqrt(3) * r),
-                    "matern52": (1 + math.sqrt(5) * r + 5 * r * r / 3) * math.exp(-math.sqrt(5) * r),
-                }[name]
-            )
+            out[i, j] = amplitude * SHAPES[name](r)
     return out
 
 

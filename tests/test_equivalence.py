@@ -146,16 +146,8 @@ def test_a_fitted_shared_constant_finds_the_best_temperature():
     logits = 3 * torch.randn(2000, 4, dtype=DOUBLE, generator=g)
     labels = torch.multinomial((logits / 2.0).softmax(-1), 1, generator=g).squeeze(1)
     outputs = Outputs(logits, labels)
-    bayes = FMGP(
-        None,
-        "classification",
-        kernel=Constant(),
-        variance="shared",
-        num_inducing=2,
-        batch_size=2000,
-        steps=400,
-        lr=0.05,
-    ).fit(outputs)
+    options = {"num_inducing": 2, "batch_size": 2000, "steps": 400, "lr": 0.05}
+    bayes = FMGP(None, "classification", kernel=Constant(), variance="shared", **options).fit(outputs)
     ours = -bayes.predict(outputs).log_prob(labels).mean()
     temperatures = torch.linspace(1.0, 4.0, 3001, dtype=DOUBLE)
     nll = [float(torch.nn.functional.cross_entropy(logits / t, labels)) for t in temperatures]

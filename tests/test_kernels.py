@@ -44,14 +44,11 @@ def test_stationary_kernels_are_their_formulas(kernel, name):
 
 @pytest.mark.parametrize("nu", [0.5, 1.5, 2.5, math.inf])
 def test_stationary_kernels_are_gpytorchs(nu):
-    theirs = (
-        gpytorch.kernels.RBFKernel(ard_num_dims=3)
-        if nu == math.inf
-        else gpytorch.kernels.MaternKernel(nu, ard_num_dims=3)
-    )
-    theirs = gpytorch.kernels.ScaleKernel(theirs).double()
+    rbf = nu == math.inf
+    shape = THEIRS.RBFKernel(ard_num_dims=3) if rbf else THEIRS.MaternKernel(nu, ard_num_dims=3)
+    theirs = THEIRS.ScaleKernel(shape).double()
     theirs.outputscale, theirs.base_kernel.lengthscale = 1.7, SCALES
-    ours = RBF(lengthscale=SCALES, amplitude=1.7) if nu == math.inf else Matern(nu, lengthscale=SCALES, amplitude=1.7)
+    ours = RBF(lengthscale=SCALES, amplitude=1.7) if rbf else Matern(nu, lengthscale=SCALES, amplitude=1.7)
     wrapped = ready(as_kernel(theirs))
     for a, b in ((A, B), (A, A)):
         # GPyTorch forms distances by products, so coincident points are 1e-8 apart under its square root.
@@ -125,9 +122,7 @@ def test_gradients_agree_with_finite_differences():
 
     def evaluate(x, z, *parameters):
         settings = dict(zip(names, parameters, strict=True))
-        points, inducing = {"inputs": x}, {"inputs": z}
-        k = torch.func.functional_call(kernel, settings, (points, inducing))
-        return k
+        return torch.func.functional_call(kernel, settings, ({"inputs": x}, {"inputs": z}))
 
     x, z = A["inputs"][:2].clone().requires_grad_(), B["inputs"][:2].clone().requires_grad_()
     assert torch.autograd.gradcheck(evaluate, (x, z, *values), atol=1e-7)

@@ -100,44 +100,16 @@ def test_no_fit_reads_or_makes_more_than_a_few_batches_at_once(form: str) -> Non
 @pytest.mark.parametrize("form", FORMS)
 def test_no_prediction_makes_a_tensor_of_rows_x_inducing_points_x_classes(form: str) -> None:
     method = FMGP(None, "classification", **FEW_STEPS, **FORMS[form]).fit(many(100))
-    outputs = many(60)
     with Largest() as seen:
-        pred = method.predict(outputs)
+        method.predict(many(60))
     assert 60 * CLASSES <= seen.numbers <= bound(60), seen.shape
-    pred.log_prob(outputs.targets)
     outputs = many(2500)
     with Largest() as seen:
-        rows = sum(map(len, method.stream(outputs)))
-    assert rows == 2500
+        assert sum(map(len, method.stream(outputs))) == 2500
     assert seen.numbers <= MOST_OUTPUTS, seen.shape  # a part at a time, however many rows there are
 
 
-def test_the_dense_form_would_be_noticed() -> None:
-    coupling, k_diag, k_xz, w, z_class = latent_case(0, BATCH, CLASSES, RANK, torch.arange(M))
-    present, sizes = z_class.unique(return_counts=True)
-    with Largest() as seen:
-        CoupledLatent(coupling, k_diag, k_xz, w, present, sizes.tolist())
-    assert seen.numbers == BATCH * M * CLASSES > bound(BATCH)
-
-
 # The low-rank form is the dense one.
-
-
-def latent_case(seed: int, n: int, c: int, rank: int, z_class: Tensor) -> tuple[Any, Any, Any, Any, Tensor]:
-    """B, k(x, x), k(x, Z) and W with a covariance that stays positive, as a process would give them."""
-    g = torch.Generator().manual_seed(seed)
-    m = len(z_class)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=g)
-
-    coupling = OutputCovariance(c, rank, g)
-    with torch.no_grad():
-        for parameter in coupling.parameters():
-            parameter.add_(normal(*parameter.shape), alpha=0.5)
-    k_xz, w = normal(n, m), 0.3 * normal(m, m).tril() / m
-    k_diag = 10.0 + normal(n).square()
-    return coupling, k_diag.requires_grad_(), k_xz.requires_grad_(), w.requires_grad_(), z_class.sort().values
 
 
 OWNERS: dict[str, tuple[int, list[int]]] = {
@@ -152,12 +124,24 @@ OWNERS: dict[str, tuple[int, list[int]]] = {
 
 
 def both_forms(seed: int, owners: str) -> tuple[Latent, Latent, Tensor, list[Tensor]]:
-    c, classes = OWNERS[owners]
-    coupling, k_diag, k_xz, w, z_class = latent_case(seed, 2 * c, c, 2, torch.tensor(classes))
+    """The low-rank latent and the dense one, a top class for each row, and the tensors that both are made of: B,
+    k(x, x), k(x, Z) and W with a covariance that stays positive, as a process would give them."""
+    g, (c, classes) = torch.Generator().manual_seed(seed), OWNERS[owners]
+    n, m, z_class = 2 * c, len(classes), torch.tensor(classes)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=g)
+
+    coupling = OutputCovariance(c, 2, g)
+    with torch.no_grad():
+        for parameter in coupling.parameters():
+            parameter.add_(normal(*parameter.shape), alpha=0.5)
+    k_xz, w = normal(n, m).requires_grad_(), (0.3 * normal(m, m).tril() / m).requires_grad_()
+    k_diag = (10.0 + normal(n).square()).requires_grad_()
     present, sizes = z_class.unique(return_counts=True)
     dense = CoupledLatent(coupling, k_diag, k_xz, w, present, sizes.tolist())
     low = LowRankLatent(coupling, k_diag, k_xz, w, z_class, present)
-    top = torch.arange(2 * c) % c  # every class is at the top of some row, those without inducing points too
+    top = torch.arange(n) % c  # every class is at the top of some row, those without inducing points too
     return low, dense, top, [k_diag, k_xz, w, *coupling.parameters()]
 
 

@@ -29,10 +29,16 @@ def classified(n: int = 400, seed: int = 0) -> Outputs:
     return Outputs(logits, y, features(n, seed=seed).float())
 
 
-def test_distance_is_mahalanobis_of_the_direction():
-    x, new = features(), features(50, seed=1)
+def estimated(x: torch.Tensor, **attributes: float) -> OutOfDistribution:
     ood = OutOfDistribution.of(x)
     assert ood is not None
+    ood.exponent, ood.strength = attributes.get("exponent", 0.0), torch.tensor(attributes.get("strength", 0.0)).double()
+    return ood
+
+
+def test_distance_is_mahalanobis_of_the_direction():
+    x, new = features(), features(50, seed=1)
+    ood = estimated(x)
     order = torch.randperm(len(x), generator=G().manual_seed(0))[::2]
     half = (x / x.norm(dim=1, keepdim=True))[order].numpy()
     away = (new / new.norm(dim=1, keepdim=True)).numpy() - half.mean(0)
@@ -48,12 +54,9 @@ def allowance(share: float) -> float:
 
 
 def test_nothing_is_added_within_the_distance_that_most_points_keep():
-    ood = OutOfDistribution.of(features())
-    assert ood is not None
-    new = features(4000, seed=2)
+    ood, new = estimated(features(), strength=7.0), features(4000, seed=2)
     d, outputs = ood.distance(new), torch.randn(4000, 3, generator=G().manual_seed(0))
     ahead = outputs.double().max(-1).values - (outputs.double().sort(-1).values[:, :2]).mean(-1)
-    ood.strength = torch.tensor(7.0, dtype=torch.float64)
     more = ood.extra_variance(d, outputs)
     assert float((more == 0).double().mean()) == pytest.approx(FAR_LEVEL, abs=allowance(FAR_LEVEL))
     excess = (d / ood.quantiles[2] - 1.0).clamp_min(0)
@@ -61,10 +64,8 @@ def test_nothing_is_added_within_the_distance_that_most_points_keep():
 
 
 def test_the_scale_follows_a_power_of_the_distance_from_a_floor_up():
-    ood = OutOfDistribution.of(features())
-    assert ood is not None
+    ood = estimated(features(), exponent=0.3)
     d = ood.distance(features(4000, seed=2))
-    ood.exponent = 0.3
     stretch = ood.logit_scale(d).squeeze(-1)
     least = stretch.min()
     assert float((stretch == least).double().mean()) == pytest.approx(FLOOR_LEVEL, abs=allowance(FLOOR_LEVEL))
@@ -74,11 +75,8 @@ def test_the_scale_follows_a_power_of_the_distance_from_a_floor_up():
     assert torch.equal(ood.logit_scale(torch.zeros(1, dtype=torch.float64)).squeeze(), least)  # not certainty
 
 
-def test_who_is_surer_loses_more_and_no_one_is_surer_than_the_distance_allows():
-    ood = OutOfDistribution.of(features())
-    assert ood is not None
-    ood.strength = torch.tensor(1.0, dtype=torch.float64)
-    new = -features(1, seed=4).expand(3, -1)
+def test_the_distance_limits_the_confidence_however_large_the_logits():
+    ood, new = estimated(features(), strength=1.0), -features(1, seed=4).expand(3, -1)
     outputs = torch.tensor([[1.0, 0.0, 0.0], [10.0, 0.0, 0.0], [1000.0, 0.0, 0.0]])
     more = ood.extra_variance(ood.distance(new), outputs)
     torch.testing.assert_close(more / more[0], torch.tensor([1.0, 1e2, 1e6], dtype=torch.float64))
@@ -95,9 +93,7 @@ def test_outputs_that_are_all_alike_have_no_top_margin():
 
 
 def test_length_does_not_matter_and_direction_does():
-    ood = OutOfDistribution.of(features())
-    assert ood is not None
-    x = features(20, seed=3)
+    ood, x = estimated(features()), features(20, seed=3)
     torch.testing.assert_close(ood.distance(100.0 * x), ood.distance(x))
     assert float(ood.distance(-x).min()) > 10 * float(ood.quantiles[2])
 
@@ -105,8 +101,7 @@ def test_length_does_not_matter_and_direction_does():
 def test_fewer_rows_than_dimensions_do_not_make_everything_new():
     g = G().manual_seed(0)
     known, new = torch.randn(200, 1000, generator=g), torch.randn(200, 1000, generator=g)
-    ood = OutOfDistribution.of(known)
-    assert ood is not None
+    ood = estimated(known)
     inside = float((ood.distance(new) <= ood.quantiles[2]).double().mean())
     assert inside == pytest.approx(FAR_LEVEL, abs=0.15)
     assert OutOfDistribution.of(known[:99]) is None
@@ -116,8 +111,7 @@ def test_constant_and_zero_features_are_no_trouble():
     assert OutOfDistribution.of(torch.ones(200, 3)) is None
     assert OutOfDistribution.of(torch.zeros(200, 3)) is None
     corners = torch.eye(3)[torch.randint(3, (200,), generator=G().manual_seed(0))]
-    ood = OutOfDistribution.of(corners)
-    assert ood is not None
+    ood = estimated(corners)
     d = ood.distance(torch.cat([corners, torch.zeros(1, 3)]))
     assert bool(ood.extra_variance(d, torch.rand(201, 4)).isfinite().all())
     assert bool((ood.logit_scale(d) > 0.0).all())
@@ -144,11 +138,9 @@ def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
 
 def test_wide_features_take_their_directions_from_some_rows():
     g = G().manual_seed(0)
-    x = torch.randn(3000, 20, generator=g) @ torch.randn(20, 1500, generator=g) + 0.1 * torch.randn(
-        3000, 1500, generator=g
-    )
-    ood = OutOfDistribution.of(x[:2500])
-    assert ood is not None
+    x = torch.randn(3000, 20, generator=g) @ torch.randn(20, 1500, generator=g)
+    x += 0.1 * torch.randn(3000, 1500, generator=g)
+    ood = estimated(x[:2500])
     identity = torch.eye(ood.basis.shape[1], dtype=torch.float64)
     torch.testing.assert_close(ood.basis.mT @ ood.basis, identity, rtol=0, atol=1e-8)
     inside = float((ood.distance(x[2500:]) <= ood.quantiles[2]).double().mean())
@@ -170,19 +162,18 @@ def test_it_is_for_classes_with_features():
         bayes.predict(bare)
 
 
-def test_a_network_is_asked_for_its_features_where_novelty_needs_them():
+def test_the_network_gives_its_features_where_the_ood_variance_needs_them():
     data = classified()
     net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
     bayes = FMGP(net, "classification", kernel=RBF(on="inputs"), ood_strength=0.5, steps=2, num_inducing=5)
     bayes.fit((data.features, data.targets))
-    assert bayes.head is not None
     assert bayes.head.ood is not None
     with torch.no_grad():
-        said = Outputs(net(data.features), features=net[:2](data.features), inputs=data.features)
-    torch.testing.assert_close(bayes.predict(data.features).latent.variance, bayes.predict(said).latent.variance)
+        outputs = Outputs(net(data.features), features=net[:2](data.features), inputs=data.features)
+    torch.testing.assert_close(bayes.predict(data.features).latent.variance, bayes.predict(outputs).latent.variance)
 
 
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, "much"])
-def test_a_novelty_that_is_no_number_is_refused(value):
+def test_a_strength_that_is_no_number_is_refused(value):
     with pytest.raises(OptionError, match="Expected ood_strength to be a number of at least 0"):
         FMGP(None, "classification", ood_strength=value)

@@ -12,6 +12,7 @@ import torch
 
 from posthoc import FMGP, Categorical, NotFittedError, Outputs, PosthocWarning, Temperature, load
 from posthoc.base import Job
+from posthoc.collect.augmentation import Augmented
 from posthoc.fmgp import selection
 from posthoc.fmgp.build import shortened
 from posthoc.fmgp.selection import (
@@ -217,9 +218,13 @@ def test_candidates_depend_on_the_rows_for_each_output():
     assert {form.variance for form in candidates(100_000, 33)} == {"separable"}
 
 
-def test_candidates_are_trained_for_a_third_of_the_steps():
-    short = shortened(Training(steps=1000, lr=0.01))
-    assert (short.steps, short.lr) == (334, pytest.approx(0.03))
+def test_candidates_and_augmented_images_are_trained_for_a_third_of_the_steps():
+    method, trial = FMGP(None, "classification", steps=1000, lr=0.01), job(data())
+    augmented = replace(trial, data=Augmented([torch.zeros(2, 3, 8, 8)], "crops"))
+    for trainer, steps in ((method._trainer(trial), 1000), (method._trainer(augmented), 334)):
+        assert trainer.training.steps == steps
+        assert trainer.candidate_training.steps == 334
+        assert trainer.candidate_training.lr == pytest.approx(0.03)
     assert shortened(Training(lr=0.2)).lr == 0.2
     assert shortened(Training(steps=0)).steps == 0
 

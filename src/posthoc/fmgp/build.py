@@ -56,6 +56,7 @@ class Trainer:
         config: Options of the estimator.
         likelihood: The likelihood before training; each process trains a copy.
         training: How to train.
+        candidate_training: How to train a candidate.
         parallel: Whether several processes are trained at the same time, by a thread each.
         fresh: Source of batches where the outputs of the network are not cached.
     """
@@ -63,6 +64,7 @@ class Trainer:
     config: FMGPConfig
     likelihood: Likelihood
     training: Training
+    candidate_training: Training
     parallel: bool
     fresh: FreshSource | None = None
 
@@ -82,7 +84,7 @@ class Trainer:
 
     def fit_and_score(self, part: Job, form: VarianceForm, unseen: Outputs) -> HeldOut:
         """Log-probabilities of held-out rows by a candidate that is trained on others."""
-        fitted, _ = replace(self, training=shortened(self.training)).fit(part, form)
+        fitted, _ = replace(self, training=self.candidate_training).fit(part, form)
         log_probs: HeldOut = {0.0: fitted.log_probs(unseen)}
         if self.config.ood_strength is None and part.train.features is not None:
             fitted.add_ood_variance(part.train, SELECTION.ood_strength, form.ood_exponent)

@@ -235,13 +235,13 @@ class FMGP(Method):
 
     def _trainer(self, job: Job) -> Trainer:
         """What trains processes on this job, with all options resolved."""
-        training = self.config.training_on(len(job.train))
-        if isinstance(job.data, Augmented):  # such images have less to learn from
-            training = shortened(training)
+        full = self.config.training_on(len(job.train))
+        short = shortened(full)
+        training = short if isinstance(job.data, Augmented) else full  # augmented images have less to learn from
         cached = self.config.cache or isinstance(job.data, Outputs)
         parallel = cached and trains_in_parallel(job.train, self.config, job.device)
         fresh = None if cached else partial(self._fresh_batches, job)
-        return Trainer(self.config, self._likelihood, training, parallel, fresh)
+        return Trainer(self.config, self._likelihood, training, short, parallel, fresh)
 
     def _train_regression(self, job: Job, selection: Selection, trainer: Trainer) -> FittedFMGP:
         """Trains on all rows, with the distribution of the standardized residuals if it is to be learned.
