@@ -90,7 +90,7 @@ class Process(nn.Module):
         return self._latent(k_xz, k_diag, w), kl
 
     def latent(self, x: Points) -> Latent:
-        """The latent Gaussian at some points, with W as it is kept."""
+        """The latent Gaussian at some points, with the W that is kept between calls."""
         w = self.prepared()
         return self._latent(self.kernel(x, dict(self.z)), self.kernel.diag(x), w)
 
@@ -101,13 +101,13 @@ class Process(nn.Module):
             self._prepared = versions, self._correction(self._among()).w.detach()
         return self._prepared[1]
 
-    def _among(self) -> Tensor:  # (M, M)
-        """The kernel of one output among the inducing points."""
-        return gram(self.kernel, dict(self.z))
-
     def forget(self) -> None:
         """Drops W. Training changes parameters through views of them, which leaves their versions as they are."""
         self._prepared = None
+
+    def _among(self) -> Tensor:  # (M, M)
+        """The kernel of one output among the inducing points."""
+        return gram(self.kernel, dict(self.z))
 
     def _correction(self, kzz: Tensor) -> Correction:
         if self.coupling is not None and not self.separable:
