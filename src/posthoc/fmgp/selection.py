@@ -314,7 +314,7 @@ def verdict(
         y: The classes (N,) of the held-out rows.
     """
     scaled = held_out[baseline][0.0]
-    base = float(losses(scaled, y).mean())
+    base = losses(scaled, y).mean()
     best, least = Selection(baseline, "nothing was clearly better"), 1.0
     for form in forms:
         correction = Recalibration.of(held_out[form][0.0], y)
@@ -322,13 +322,13 @@ def verdict(
         scores[form] = score = score_of(form, log_p, scaled, y)
         # The price of being worse calibrated than temperature scaling, as a share of its loss.
         excess = calibration_error(log_p, y) - calibration_error(scaled, y) - SELECTION.calibration_slack
-        loss = -score.log_prob / base + SELECTION.calibration_price * max(0.0, excess)
+        loss = float(losses(log_p, y).mean() / base) + SELECTION.calibration_price * max(0.0, excess)
         if score.significance > SELECTION.significance and loss < least:
             best = Selection(form, f"{score.gain:.3f} nats a row better than temperature scaling", correction)
             least = loss
     reason = f"{best.reason} on {len(y):,} held-out rows"
     best = replace(best, reason=reason, rows=len(y), candidates=tuple(scores[form] for form in held_out))
-    return with_ood(best, held_out[best.form], y, max_loss=base)
+    return with_ood(best, held_out[best.form], y, max_loss=float(base))
 
 
 def with_ood(plain: Selection, held_out: HeldOut, y: Tensor, max_loss: float) -> Selection:
