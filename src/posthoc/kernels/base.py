@@ -111,13 +111,17 @@ class BlockKernel(Kernel):
         super().__init__()
         if on is not None:
             choice("on", on, SPACES)
-        self.on: Any = on  # None until `initialize` names the default block
+        self.on: str | None = on
 
     def spaces(self) -> set[str | None]:
         return {self.on}
 
     def initialize(self, sample: Points, default: str) -> None:
         self.on = self.on or default
+
+    def block(self, points: Points) -> Tensor:
+        assert self.on is not None, "initialize() sets the block"
+        return points[self.on]
 
 
 def count(points: Points) -> int:

@@ -31,10 +31,10 @@ class Linear(BlockKernel):
         self.log_variance = log_of_one(variance, "a variance")
 
     def forward(self, a: Points, b: Points) -> Tensor:
-        return self.log_variance.exp() * a[self.on] @ b[self.on].mT
+        return self.log_variance.exp() * self.block(a) @ self.block(b).mT
 
     def diag(self, a: Points) -> Tensor:
-        return self.log_variance.exp() * a[self.on].square().sum(-1)
+        return self.log_variance.exp() * self.block(a).square().sum(-1)
 
 
 class _Everywhere(Kernel):

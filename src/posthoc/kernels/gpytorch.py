@@ -32,14 +32,14 @@ class GPyTorchKernel(BlockKernel):
         self.kernel = copy.deepcopy(kernel).double()
 
     def forward(self, a: Points, b: Points) -> Tensor:
-        return self.kernel(a[self.on], b[self.on]).to_dense()
+        return self.kernel(self.block(a), self.block(b)).to_dense()
 
     def diag(self, a: Points) -> Tensor:
-        return self.kernel(a[self.on], diag=True)
+        return self.kernel(self.block(a), diag=True)
 
     def initialize(self, sample: Points, default: str) -> None:
         super().initialize(sample, default)
-        x, name = sample[self.on][:2], type(self.kernel).__name__
+        x, name = self.block(sample)[:2], type(self.kernel).__name__
         try:
             shape = tuple(self.kernel(x, x).shape)  # known before anything is computed
         except (RuntimeError, IndexError) as error:

@@ -32,7 +32,7 @@ class _Stationary(BlockKernel):
 
     def initialize(self, sample: Points, default: str) -> None:
         self.on = self.on or default
-        x = sample[self.on]
+        x = self.block(sample)
         log_scale = self.log_lengthscale.detach().to(x.device)
         if self.set_from_data:
             log_scale = median_distance(x).log().reshape(1)
@@ -44,7 +44,7 @@ class _Stationary(BlockKernel):
         self.log_lengthscale = nn.Parameter(log_scale.expand(x.shape[1]).clone(), requires_grad=learned)
 
     def diag(self, a: Points) -> Tensor:
-        return self.log_amplitude.exp().expand(len(a[self.on]))
+        return self.log_amplitude.exp().expand(len(self.block(a)))
 
 
 class RBF(_Stationary):
@@ -66,12 +66,12 @@ class RBF(_Stationary):
     name = "rbf"
 
     def forward(self, a: Points, b: Points) -> Tensor:
-        x, y = a[self.on], b[self.on]
+        x, y = self.block(a), self.block(b)
         inverse = (-self.log_lengthscale).exp()
         return (log_correlation((x - y[:1]) * inverse, (y - y[:1]) * inverse) + self.log_amplitude).exp()
 
     def joint(self, x: Points, z: Points) -> Tensor:
-        a, b = x[self.on], z[self.on]
+        a, b = self.block(x), self.block(z)
         if a.requires_grad:
             return super().joint(x, z)
         return _JointRBF.apply(a, b, self.log_lengthscale, self.log_amplitude)  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ class Matern(_Stationary):
     def forward(self, a: Points, b: Points) -> Tensor:
         inverse = (-self.log_lengthscale).exp()
         # Differences, not products: the square root would turn a rounding of 1e-16 into one of 1e-8.
-        r = torch.cdist(a[self.on] * inverse, b[self.on] * inverse, compute_mode="donot_use_mm_for_euclid_dist")
+        r = torch.cdist(self.block(a) * inverse, self.block(b) * inverse, compute_mode="donot_use_mm_for_euclid_dist")
         r = math.sqrt(2.0 * self.nu) * r
         decay = (self.log_amplitude - r).exp()
         if self.nu == 0.5:
