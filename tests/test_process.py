@@ -55,6 +55,15 @@ def test_coupled_outputs_are_the_dense_multi_output_gp(seed, m, c, low):
     torch.testing.assert_close(latent.difference(top), difference, rtol=1e-6, atol=1e-7)
 
 
+def test_what_is_kept_between_predictions_follows_the_parameters():
+    process, x = coupled()
+    before = process.latent(x).variance
+    with torch.no_grad():
+        process.l_raw.mul_(0.5)
+    torch.testing.assert_close(process.latent(x).variance, process(x)[0].variance)
+    assert not torch.allclose(process.latent(x).variance, before)
+
+
 def test_white_does_not_tie_a_test_point_to_an_inducing_point():
     """Trap 4: a point that coincides with an inducing point keeps its own δ."""
     process, _ = coupled(c=2)
