@@ -127,7 +127,8 @@ class Categorical(Likelihood):
     ) -> ClassificationPredictive:
         """The class probabilities; `logit_scale`, (N, 1), multiplies the unit of the logits at each point."""
         unit = self.unit if logit_scale is None else self.unit * logit_scale
-        mean = outputs.double() / unit
+        gaussian = LatentGaussian.around(outputs, latent, unit, covariance=covariance)
+        mean, dtype = outputs.double() / unit, gaussian.variance.dtype
         if self.prediction_form == "monte_carlo":
             generator = torch.Generator(outputs.device).manual_seed(self.seed)
             # Every row has the same draws, so that its prediction does not depend on the rows beside it.
@@ -135,8 +136,6 @@ class Categorical(Likelihood):
             log_probs = log_p.logsumexp(0) - math.log(self.samples)
         else:
             log_probs = APPROXIMATIONS[self.prediction_form](mean, latent, self.relative_temperature)
-        gaussian = LatentGaussian.around(outputs, latent, unit, covariance=covariance)
-        dtype = gaussian.variance.dtype
         return ClassificationPredictive(
             gaussian,
             log_probs=log_probs.to(dtype),
