@@ -102,6 +102,19 @@ def test_the_public_api_is_as_recorded():
     assert not shown, f"the public API differs; if it should: python -m tests.test_public_api --record\n{shown}"
 
 
+def test_public_names_have_docstrings():
+    public = {name: getattr(posthoc, name) for name in posthoc.__all__ if name != "__version__"}
+    public |= {f"plots.{name}": getattr(posthoc.plots, name) for name in posthoc.plots.__all__}
+    for name, kind in [(name, what) for name, what in public.items() if inspect.isclass(what)]:
+        attributes = {member: getattr(kind, member) for member in members(kind) if member != "__init__"}
+        public |= {f"{name}.{member}": what for member, what in attributes.items() if is_code(what)}
+    assert not [name for name, what in public.items() if not inspect.getdoc(what)]
+
+
+def is_code(what: Any) -> bool:
+    return isinstance(what, property) or inspect.isroutine(what)
+
+
 if __name__ == "__main__" and sys.argv[1:] == ["--record"]:
     SNAPSHOT.write_text(snapshot())
     print(f"recorded {SNAPSHOT}")

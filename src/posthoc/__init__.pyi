@@ -7,6 +7,7 @@ from posthoc import fmgp as fmgp
 from posthoc import kernels as kernels
 from posthoc import likelihoods as likelihoods
 from posthoc import methods as methods
+from posthoc import plots as plots
 from posthoc import predictive as predictive
 from posthoc import training as training
 from posthoc.collect import open_outputs, save_outputs

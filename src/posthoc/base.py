@@ -24,7 +24,7 @@ from posthoc.collect.fingerprint import fingerprint, require_same_network
 from posthoc.collect.loaders import arrays, is_arrays, is_pair, iterate
 from posthoc.collect.network import Backbone, collect
 from posthoc.collect.outputs import Outputs
-from posthoc.config import FeatureConfig, MethodConfig, ScoreConfig, SeedConfig, TrainingConfig, option
+from posthoc.config import MethodConfig
 from posthoc.errors import DataError, NotFittedError, OptionError
 from posthoc.io import check_tensors, contents_sha256, read_head, reading, sound_shapes, write_head
 from posthoc.likelihoods.base import Likelihood
@@ -33,19 +33,6 @@ from posthoc.predictive.base import Predictive, require_finite_prediction
 from posthoc.predictive.conformal import Conformal, Score
 from posthoc.training import Checkpoint
 from posthoc.validation import integer, known_device
-
-__all__ = [
-    "FeatureConfig",
-    "Fitted",
-    "Job",
-    "Method",
-    "MethodConfig",
-    "ScoreConfig",
-    "SeedConfig",
-    "TrainingConfig",
-    "first_values",
-    "option",
-]
 
 CHUNK = 1024
 """The largest number of rows that are predicted at a time, or that the network is run on at a time."""

@@ -21,8 +21,6 @@ from posthoc.errors import OptionError
 from posthoc.training import Training
 from posthoc.validation import known_device
 
-__all__ = ["FeatureConfig", "MethodConfig", "ScoreConfig", "SeedConfig", "TrainingConfig", "option"]
-
 LARGEST_SEED = 2**63 - 1
 UNFIT = object()
 """Stands for a value that is not of the type."""

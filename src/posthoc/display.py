@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-__all__ = ["html_table"]
-
 
 def html_table(caption: str, columns: Mapping[str, Sequence[Any]], rows: int = 5) -> str:
     """A table as HTML, for `_repr_html_`.

@@ -2,21 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "DataError",
-    "FileError",
-    "LayerError",
-    "MissingExtraError",
-    "NotFittedError",
-    "NotPSDError",
-    "OptionError",
-    "PosthocError",
-    "PosthocWarning",
-    "TrainingError",
-    "UnavailableError",
-    "WrongTaskError",
-]
-
 
 class PosthocError(Exception):
     """Base class of the errors that this package raises."""

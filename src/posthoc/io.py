@@ -23,25 +23,6 @@ from torch import Tensor
 
 from posthoc.errors import FileError, LayerError, MissingExtraError, OptionError, PosthocError
 
-__all__ = [
-    "atomic_folder",
-    "atomic_path",
-    "check_tensors",
-    "contents_sha256",
-    "lock",
-    "read_head",
-    "read_tensors",
-    "reading",
-    "require_folder",
-    "require_regular",
-    "require_writable",
-    "sound_shapes",
-    "sync_folder",
-    "write_head",
-    "write_tensors",
-    "writing",
-]
-
 HEAD = "posthoc-head"
 VERSION = 2
 MAX_OUTPUTS = 2**20

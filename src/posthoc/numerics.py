@@ -10,8 +10,6 @@ from torch import Tensor
 
 from posthoc.errors import NotPSDError, PosthocWarning
 
-__all__ = ["MEMORY_BUDGET", "cholesky", "rows_that_fit"]
-
 JITTERS = (1e-10, 1e-8, 1e-6, 1e-4)
 """Jitters to try in turn, relative to the mean of the diagonal."""
 MEMORY_BUDGET = 2**27

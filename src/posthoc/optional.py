@@ -7,8 +7,6 @@ from typing import Any
 
 from posthoc.errors import MissingExtraError
 
-__all__ = ["require"]
-
 
 def require(module: str, extra: str, purpose: str) -> Any:
     """Import a module of an optional library.

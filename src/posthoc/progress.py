@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Report", "progress_bar"]
-
 Report = Callable[..., None]
 """Called as report(done) or report(done, note)."""
 

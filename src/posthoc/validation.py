@@ -12,8 +12,6 @@ from torch import Tensor
 
 from posthoc.errors import DataError, OptionError
 
-__all__ = ["as_numbers", "as_rows", "choice", "class_labels", "integer", "known_device", "number", "regression_targets"]
-
 
 def regression_targets(y: Any, mean: Tensor) -> Tensor:
     """Targets as a tensor of the mean's shape; (N,) and (N, 1) are taken for each other, nothing else is broadcast.

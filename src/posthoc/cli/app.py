@@ -11,8 +11,6 @@ from posthoc.cli import collect, compare, demo, evaluate, fit, predict, report
 from posthoc.cli.shared import messages_on_stderr
 from posthoc.errors import PosthocError
 
-__all__ = ["app", "main", "run"]
-
 LONGEST_MESSAGE = 1000
 """The most characters of an error message."""
 

@@ -11,8 +11,6 @@ import typer
 
 from posthoc.cli.shared import Engine, describe, interruptible
 
-__all__ = ["collect"]
-
 MAX_WORKERS = 8
 """The most processes that read data, unless --workers asks for more."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from posthoc.collect.outputs import Outputs
     from posthoc.evaluate.compare import Row
 
-__all__ = ["compare"]
-
 
 def compare(
     train: Annotated[str, typer.Argument(help=shared.DATA)],

@@ -9,8 +9,6 @@ import typer
 
 from posthoc.cli import shared
 
-__all__ = ["demo"]
-
 
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the figure goes (PNG).")] = Path("posthoc-demo.png"),

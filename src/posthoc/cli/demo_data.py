@@ -6,8 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SPANS", "heteroscedastic", "noise_std", "signal", "train_network", "untrained"]
-
 SPANS = ((-7.2, -4.8), (-1.6, 1.6), (4.8, 7.2))
 """Where there are data; between them are the gaps."""
 

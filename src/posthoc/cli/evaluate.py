@@ -10,8 +10,6 @@ import typer
 
 from posthoc.cli import shared
 
-__all__ = ["evaluate"]
-
 
 def evaluate(
     head: Annotated[Path, typer.Argument(help="A head that posthoc fit wrote.")],

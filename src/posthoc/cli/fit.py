@@ -11,9 +11,6 @@ import typer
 from posthoc.cli import shared
 from posthoc.errors import OptionError
 
-__all__ = ["fit"]
-
-
 METHODS = "fmgp, map (the bare predictor), temperature, vector, laplace, ella, valla or gp."
 
 

@@ -9,8 +9,6 @@ import typer
 
 from posthoc.cli import shared
 
-__all__ = ["predict"]
-
 
 def predict(
     head: Annotated[Path, typer.Argument(help="A head that posthoc fit wrote.")],

@@ -9,8 +9,6 @@ import typer
 
 from posthoc.cli.shared import Force, require_output
 
-__all__ = ["report"]
-
 
 def report(
     results: Annotated[Path, typer.Argument(help="A folder that compare wrote, or a folder of such folders.")],

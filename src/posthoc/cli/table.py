@@ -17,8 +17,6 @@ from posthoc.optional import require
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.classification import ClassificationPredictive
 
-__all__ = ["require_table", "write_predictions"]
-
 Columns = dict[str, np.ndarray[Any, Any]]
 
 

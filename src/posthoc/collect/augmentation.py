@@ -14,8 +14,6 @@ from posthoc.collect.loaders import as_tensor, change_tensors, is_array, iterate
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
 
-__all__ = ["Augmented", "random_crops"]
-
 AREA, RATIO = (0.5, 1.0), 4.0 / 3.0
 """The share of an image that a crop shows, and how much wider than high, or higher than wide, it may be."""
 

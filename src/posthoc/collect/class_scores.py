@@ -19,8 +19,6 @@ from torch import Tensor
 from posthoc.errors import DataError, PosthocWarning
 from posthoc.validation import choice, require_finite
 
-__all__ = ["KINDS", "Rounding", "as_logits", "find_rounding"]
-
 KINDS = ("logits", "log-probs", "probs")
 
 SUM_ERROR = 1e-3

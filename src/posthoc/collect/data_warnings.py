@@ -10,8 +10,6 @@ from torch import Tensor
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, PosthocWarning
 
-__all__ = ["check_classes", "warn_if_half", "warn_if_memorized", "warn_if_probabilities"]
-
 ROWS = 2**14
 """Rows that are looked at."""
 FEWEST = 500

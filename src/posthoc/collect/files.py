@@ -18,8 +18,6 @@ from posthoc.collect.tables import Columns, read_csv, read_parquet, unreadable, 
 from posthoc.errors import DataError, FileError, OptionError
 from posthoc.io import atomic_folder, atomic_path, lock, require_regular, writing
 
-__all__ = ["open_outputs", "opened", "read_identity", "save_outputs", "split_range"]
-
 
 def open_outputs(path: str | os.PathLike[str], *, columns: Columns | None = None) -> Outputs:
     """Opens the outputs in a file, or in a folder that posthoc wrote.

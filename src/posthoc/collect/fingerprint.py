@@ -15,8 +15,6 @@ from torch.fx import GraphModule
 
 from posthoc.errors import FileError
 
-__all__ = ["fingerprint", "require_same_network"]
-
 MOST_VALUES = 65536
 """The number of values of a tensor, evenly spaced, that are hashed: a network of billions takes seconds."""
 

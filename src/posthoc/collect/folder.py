@@ -27,8 +27,6 @@ from posthoc.collect.outputs import NAMES, Outputs
 from posthoc.errors import DataError, FileError, OptionError
 from posthoc.io import atomic_path, lock, require_regular, require_writable, sync_folder, writing
 
-__all__ = ["LOCK", "Manifest", "OutputsWriter", "arrays_of", "open_folder", "require_ours", "row_type"]
-
 MANIFEST = "outputs.json"
 LOCK = ".lock"
 FORMAT = "posthoc-outputs"

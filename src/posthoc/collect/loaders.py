@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from posthoc.errors import DataError
 from posthoc.validation import require_finite
 
-__all__ = ["Batch", "arrays", "as_tensor", "is_arrays", "is_pair", "iterate", "read_batches", "row_count", "take"]
-
 Array = np.ndarray[Any, Any]
 
 TEXT_ADVICE = "map the classes to integers from 0 (their places in the sorted list of names, say)"

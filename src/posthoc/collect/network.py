@@ -33,9 +33,6 @@ from posthoc.collect.loaders import (
 from posthoc.collect.outputs import Outputs, join
 from posthoc.errors import DataError, LayerError, PosthocError
 
-__all__ = ["Backbone", "Reader", "collect", "evaluating", "exclusive", "run_network", "version"]
-
-
 # Eval mode, and back.
 
 LOCK = threading.RLock()

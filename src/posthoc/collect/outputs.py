@@ -16,8 +16,6 @@ from posthoc.collect.loaders import as_tensor, refuse_infinite
 from posthoc.errors import DataError
 from posthoc.validation import as_rows
 
-__all__ = ["NAMES", "Outputs", "join"]
-
 NAMES = ("outputs", "targets", "features", "inputs")
 """The parts of `Outputs`."""
 

@@ -18,8 +18,6 @@ from posthoc.collect.outputs import NAMES
 from posthoc.errors import DataError, FileError, OptionError, PosthocError
 from posthoc.optional import require
 
-__all__ = ["Columns", "read_csv", "read_parquet", "write_parquet"]
-
 Columns = Mapping[str, str | Sequence[str]]
 """Which columns hold what: a name, a pattern or a list of them for "outputs", "targets", "features", "inputs"."""
 

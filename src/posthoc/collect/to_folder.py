@@ -18,8 +18,6 @@ from posthoc.errors import DataError, PosthocError
 from posthoc.progress import progress_bar
 from posthoc.validation import integer
 
-__all__ = ["Span", "SpanReader", "collect_to_folder", "spans", "write_to_folder"]
-
 Span = tuple[int, int]
 """The first row of a batch and the first one after it."""
 

@@ -29,8 +29,6 @@ from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.registry import make_likelihood
 from posthoc.methods import REGISTRY, method_named
 
-__all__ = ["Comparison", "Row", "compare", "task_of", "trial"]
-
 REFUSALS = (DataError, LayerError, MissingExtraError, OptionError)
 """Errors by which a method says that it is not for these data or this model."""
 

@@ -16,8 +16,6 @@ from typing import Any
 import numpy
 import torch
 
-__all__ = ["Cost", "machine", "measured", "synchronize", "versions", "warm_up"]
-
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 

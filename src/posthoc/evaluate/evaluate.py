@@ -25,8 +25,6 @@ from posthoc.predictive.base import Predictive
 from posthoc.predictive.calibration_error import confidence_bins
 from posthoc.validation import class_labels
 
-__all__ = ["Evaluation", "evaluate", "score"]
-
 Curve = dict[str, list[Any]]
 
 CONFIDENCE_BINS, ENTROPY_BINS, COVERAGES, LEVELS, INTERVALS = 15, 30, 50, 19, 100

@@ -20,27 +20,6 @@ from posthoc.predictive.base import Predictive, apply_by_rows, row_means
 from posthoc.predictive.calibration_error import expected_calibration_error
 from posthoc.validation import class_labels, integer, regression_targets
 
-__all__ = [
-    "accuracy",
-    "aurc",
-    "auroc",
-    "brier",
-    "coverage",
-    "cqm",
-    "crps",
-    "crps_of_draws",
-    "ece",
-    "entropy_histogram",
-    "fpr_at",
-    "mae",
-    "nll",
-    "ood_detection",
-    "risk_coverage",
-    "rmse",
-    "selective_risk",
-    "width",
-]
-
 Score = Callable[[Predictive, Any], Tensor]
 Uncertainty = str | Callable[[Predictive], Tensor] | None
 

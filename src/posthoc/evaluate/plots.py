@@ -26,16 +26,6 @@ from posthoc.predictive.base import Predictive
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "entropy_histogram",
-    "intervals",
-    "plot",
-    "prediction_bands",
-    "quantile_calibration",
-    "reliability_diagram",
-    "risk_coverage",
-]
-
 COLORS = ("#1f5f9e", "#c4500b", "#14805e", "#a14a86", "#9a7400", "#2f93c7", "#5a6068", "#8a1f3c")
 """Of lines; told apart with dashes and markers too, for gray print and color blindness."""
 DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1.5, 2)))

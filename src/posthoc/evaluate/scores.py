@@ -18,8 +18,6 @@ from posthoc.likelihoods.registry import make_likelihood
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.calibration_error import expected_calibration_error
 
-__all__ = ["METRICS", "Metric", "Scores"]
-
 
 @dataclass(frozen=True)
 class Metric:

@@ -27,8 +27,6 @@ from posthoc.training import History, Ranks, Source, Training, single_thread, tr
 if TYPE_CHECKING:
     from posthoc.fmgp.estimator import FMGPConfig
 
-__all__ = ["START", "Trainer", "shortened", "train_fitted", "trains_in_parallel"]
-
 FULL_COUPLING = {"per_output": 32, "separable": 128}
 """Up to this number of outputs B is a full Cholesky factor, by default."""
 RANK = 8

@@ -34,8 +34,6 @@ from posthoc.likelihoods.learned_noise import MixtureNoise
 from posthoc.training import History, Ranks, Training, run_parallel
 from posthoc.validation import choice
 
-__all__ = ["FMGP", "FMGPConfig"]
-
 STEPS_PER_ROOT, MIN_STEPS, MAX_STEPS = 7.0, 200, 2000
 """By default a regression is trained for 7 √N steps, within these limits (docs/ablation.md)."""
 DEFAULT_STEPS = 1000

@@ -27,8 +27,6 @@ from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.latent import Latent, ZeroLatent
 from posthoc.training import Ranks
 
-__all__ = ["FittedFMGP"]
-
 CHUNK = 1024
 """Rows predicted at a time while the fit goes on."""
 MIN_MARGIN = 1e-30

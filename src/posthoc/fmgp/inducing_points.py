@@ -17,8 +17,6 @@ from posthoc.errors import DataError, OptionError
 from posthoc.fmgp.points import PointView
 from posthoc.validation import as_numbers
 
-__all__ = ["Inducing", "NotKept", "as_points", "distinct", "initial_inducing", "kmeans", "per_class", "random_points"]
-
 PASSES, MAX_MINIBATCHES = 10, 100
 """k-means passes over the rows this often, but takes no more mini-batches than that."""
 

@@ -21,8 +21,6 @@ from posthoc.errors import DataError
 from posthoc.likelihoods.temperature import best_inverse, log_likelihood
 from posthoc.numerics import rows_that_fit
 
-__all__ = ["OutOfDistribution", "best_exponent", "top_margin"]
-
 FLOOR_LEVEL, MEDIAN_LEVEL, FAR_LEVEL = 0.05, 0.5, 0.9
 """Quantile levels of the fitted distances: the smallest distance used for the scale of the logits, the distance at
 which that scale is unchanged, and the distance from which variance is added."""

@@ -14,16 +14,6 @@ from torch import Tensor, nn
 
 from posthoc.predictive.latent import Latent
 
-__all__ = [
-    "CoupledLatent",
-    "LowRankLatent",
-    "OutputCovariance",
-    "SeparableLatent",
-    "Widened",
-    "covariance_across",
-    "marginal_variance",
-]
-
 SMALLEST = 1e-300
 """Lower bound of the squared diagonal of F, whose logarithm is taken."""
 

@@ -17,8 +17,6 @@ from posthoc.kernels import Kernel, Points
 from posthoc.likelihoods.base import Likelihood
 from posthoc.training import Ranks
 
-__all__ = ["Coordinates", "DrawnBatches", "FreshBatches", "PointView", "TrainingBatch", "drawn_rows"]
-
 MAX_BATCHES = 50
 """Batches that are read at once, at most."""
 MAX_VALUES = 2**20

@@ -33,8 +33,6 @@ from posthoc.likelihoods.base import Likelihood
 from posthoc.numerics import cholesky
 from posthoc.predictive.latent import IndependentLatent, Latent
 
-__all__ = ["Correction", "Objective", "Process", "correction"]
-
 
 class Process(nn.Module):
     """Inducing points Z, the factor L, the kernel and, unless all outputs share one variance, their covariance B.

@@ -28,16 +28,6 @@ if TYPE_CHECKING:
     from posthoc.fmgp.build import Trainer
     from posthoc.fmgp.estimator import FMGPConfig
 
-__all__ = [
-    "SELECTION",
-    "CandidateScore",
-    "Selection",
-    "SelectionConfig",
-    "VarianceForm",
-    "folds",
-    "select_form",
-]
-
 
 @dataclass(frozen=True)
 class SelectionConfig:

@@ -20,8 +20,6 @@ from posthoc.collect.loaders import TARGET_KEYS
 from posthoc.errors import DataError, FileError, OptionError, PosthocError
 from posthoc.optional import require
 
-__all__ = ["ArrayRows", "ImageFolder", "Rows", "StreamedRows", "TableRows", "file_digest", "open_data", "read_image"]
-
 INPUT_KEYS = ("inputs", "input", "image", "img", "text", "sentence", "x")
 """The usual names of input columns, as `TARGET_KEYS` are of target columns."""
 

@@ -22,8 +22,6 @@ from posthoc.errors import FileError, OptionError, PosthocError
 from posthoc.integrations.transforms import Transform, for_each
 from posthoc.optional import require
 
-__all__ = ["LIBRARIES", "image_transform", "load_weights", "require_all_loaded", "weights_file"]
-
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """A name with one of these suffixes is a file, not published weights."""
 

@@ -26,8 +26,6 @@ from posthoc.integrations.onnx import OnnxGraph, onnx_files
 from posthoc.integrations.transforms import PLAIN, Collate, Transform, for_each
 from posthoc.validation import known_device
 
-__all__ = ["Plan", "Predictor", "open_predictor"]
-
 PROGRAMS = (".pt", ".ts", ".pt2", ".onnx")
 """The suffixes of files with a whole network."""
 

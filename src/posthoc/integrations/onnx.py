@@ -12,8 +12,6 @@ from torch import Tensor
 from posthoc.errors import DataError, FileError, LayerError
 from posthoc.optional import require
 
-__all__ = ["OnnxGraph", "onnx_files"]
-
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 

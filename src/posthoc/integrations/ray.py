@@ -24,8 +24,6 @@ from posthoc.integrations.models import Plan
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive
 
-__all__ = ["collect_with_ray", "predict_with_ray"]
-
 StrPath = str | os.PathLike[str]
 Work = Callable[[Span], Any]
 

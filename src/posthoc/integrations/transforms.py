@@ -15,8 +15,6 @@ from torch.utils.data import default_collate
 from posthoc.collect.loaders import as_tensor, change_tensors
 from posthoc.errors import DataError
 
-__all__ = ["PLAIN", "Collate", "Transform", "for_each"]
-
 
 @dataclass(frozen=True)
 class Transform:

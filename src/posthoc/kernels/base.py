@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from posthoc.errors import OptionError
 from posthoc.validation import as_numbers, choice
 
-__all__ = ["BlockKernel", "Kernel", "Points", "Space", "count", "gram", "log_of_one", "log_positive"]
-
 Space = Literal["inputs", "features", "outputs"]
 Points = Mapping[str, Tensor]
 """Blocks of coordinates by name, each (N, D_block) in float64."""
@@ -120,6 +118,7 @@ class BlockKernel(Kernel):
         self.on = self.on or default
 
     def block(self, points: Points) -> Tensor:
+        """The coordinates that the kernel reads, (N, D)."""
         assert self.on is not None, "initialize() sets the block"
         return points[self.on]
 

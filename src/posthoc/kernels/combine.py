@@ -9,8 +9,6 @@ from torch import Tensor
 from posthoc.kernels.base import BlockKernel, Kernel, Points, Space, count, log_of_one
 from posthoc.kernels.gpytorch import as_kernel
 
-__all__ = ["Constant", "Linear", "Product", "Sum", "White"]
-
 
 class Linear(BlockKernel):
     """variance · xᵀx': the kernel of Bayesian linear regression (add `Constant()` for its bias).

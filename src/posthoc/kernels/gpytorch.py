@@ -10,8 +10,6 @@ from torch import Tensor
 from posthoc.errors import OptionError
 from posthoc.kernels.base import BlockKernel, Kernel, Points, Space
 
-__all__ = ["GPyTorchKernel", "as_kernel"]
-
 
 class GPyTorchKernel(BlockKernel):
     """A `gpytorch.kernels.Kernel` on one block.

@@ -10,8 +10,6 @@ from posthoc.errors import FileError, OptionError
 from posthoc.kernels import RBF, Constant, Kernel, Linear, Matern, Product, Sum, White, as_kernel
 from posthoc.registry import Registry
 
-__all__ = ["KERNELS", "kernel_from_file", "kernel_from_spec", "same_form"]
-
 KERNELS = Registry(
     "posthoc.kernels", {kind.name: kind for kind in (RBF, Matern, Linear, Constant, White, Sum, Product)}
 )

@@ -12,8 +12,6 @@ from torch.autograd.function import once_differentiable
 from posthoc.errors import OptionError
 from posthoc.kernels.base import BlockKernel, Points, Space, log_of_one, log_positive
 
-__all__ = ["RBF", "Matern"]
-
 
 class _Stationary(BlockKernel):
     """amplitude · shape(distance), with one length-scale for each dimension."""

@@ -17,8 +17,6 @@ from posthoc.errors import DataError, OptionError
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import Latent
 
-__all__ = ["Likelihood", "columns"]
-
 Metric = str | Callable[[Any, Any], Tensor]
 
 

@@ -17,8 +17,6 @@ from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.latent import Latent
 from posthoc.validation import choice, class_labels, integer, number
 
-__all__ = ["Categorical"]
-
 Approximation = Literal["pairwise", "logit_scaling", "monte_carlo"]
 
 

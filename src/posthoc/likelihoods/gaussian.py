@@ -15,8 +15,6 @@ from posthoc.predictive.latent import Latent
 from posthoc.predictive.regression import RegressionPredictive
 from posthoc.validation import choice, regression_targets
 
-__all__ = ["NOISE_FLOOR", "Gaussian", "gaussian_energy"]
-
 NOISE_FLOOR = 1e-8
 """The lower limit of the noise variance, in units of the residuals' variance; at α = 1 data can drive it to zero."""
 INITIAL_NOISE = 0.25

@@ -18,8 +18,6 @@ from posthoc.predictive.latent import Latent
 from posthoc.predictive.regression import RegressionPredictive
 from posthoc.predictive.residual_mixture import NORMAL, ResidualMixture
 
-__all__ = ["MixtureNoise"]
-
 MAX_MIXTURES = 32
 """With up to this many outputs each has a mixture of its own; more outputs share one."""
 SHIFTS = torch.linspace(-1.5, 1.5, 5, dtype=torch.float64)

@@ -17,8 +17,6 @@ from torch import Tensor
 from posthoc.likelihoods.temperature import best_inverse
 from posthoc.predictive.classification import ClassificationPredictive
 
-__all__ = ["NONE", "Recalibration"]
-
 BENDS = tuple(b / 10.0 for b in range(-6, 7))
 """The values of b that are tried; with these, more certain predictions remain more certain."""
 

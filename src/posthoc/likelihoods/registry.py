@@ -12,8 +12,6 @@ from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.registry import Registry
 
-__all__ = ["LIKELIHOODS", "make_likelihood", "register"]
-
 LIKELIHOODS = Registry(
     "posthoc.likelihoods",
     {"regression": Gaussian, "gaussian": Gaussian, "classification": Categorical, "categorical": Categorical},

@@ -12,8 +12,6 @@ from torch import Tensor
 from posthoc.collect.outputs import Outputs
 from posthoc.numerics import rows_that_fit
 
-__all__ = ["best_inverse", "blocks", "limit_reached", "log_likelihood", "suitable_temperature"]
-
 MIN_MARGIN, MAX_MARGIN = 1e-4, 1e4
 """The root mean square margin of the logits, in units of the temperature, at the least and the greatest 1/τ."""
 TYPICAL = 4096

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from posthoc.base import CHUNK, TYPICAL_ROWS, FeatureConfig, Fitted, Job, Method, TrainingConfig, option
+from posthoc.base import CHUNK, TYPICAL_ROWS, Fitted, Job, Method
 from posthoc.collect.outputs import Outputs
+from posthoc.config import FeatureConfig, TrainingConfig, option
 from posthoc.fmgp.inducing_points import kmeans
 from posthoc.fmgp.points import Coordinates, DrawnBatches, PointView, TrainingBatch
 from posthoc.kernels import RBF
@@ -25,8 +26,6 @@ from posthoc.training import History, Ranks, Training, train
 
 if TYPE_CHECKING:
     from posthoc.methods.gp_processes import Posterior, Process
-
-__all__ = ["GP"]
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "exact": {"steps": 100, "lr": 0.1, "batch_size": 100},

@@ -24,8 +24,6 @@ from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.numerics import cholesky
 from posthoc.predictive.latent import IndependentLatent
 
-__all__ = ["Exact", "Posterior", "Process", "Sparse"]
-
 Posterior = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From points (N, D) to the latent mean and variance there, both (N, C)."""
 

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import Fitted, Job, MethodConfig, option
+from posthoc.base import Fitted, Job
 from posthoc.collect.loaders import Batch
+from posthoc.config import MethodConfig, option
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
@@ -26,8 +27,6 @@ from posthoc.numerics import rows_that_fit
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import DenseLatent
-
-__all__ = ["LaplaceTorch"]
 
 COPIES = 4
 """Matrices over all weights that exist at once."""

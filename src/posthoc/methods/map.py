@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any, Self
 
-from posthoc.base import Fitted, Job, Method, Predictor, ScoreConfig
+from posthoc.base import Fitted, Job, Method, Predictor
 from posthoc.collect.outputs import Outputs
+from posthoc.config import ScoreConfig
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import ZeroLatent
-
-__all__ = ["MAP", "LikelihoodOnly"]
 
 
 class LikelihoodOnly(Method):

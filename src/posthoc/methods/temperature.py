@@ -14,8 +14,6 @@ from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import best_inverse, limit_reached
 from posthoc.methods.map import LikelihoodOnly
 
-__all__ = ["Temperature"]
-
 
 class Temperature(LikelihoodOnly):
     """softmax(f/τ), with the τ that minimizes the negative log-likelihood.

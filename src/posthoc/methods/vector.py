@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import Fitted, Job, Predictor, ScoreConfig, SeedConfig, option
+from posthoc.base import Fitted, Job, Predictor
 from posthoc.collect.outputs import Outputs
+from posthoc.config import ScoreConfig, SeedConfig, option
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import blocks, limit_reached
 from posthoc.methods.temperature import Temperature
 from posthoc.predictive.base import Predictive, working_dtype
-
-__all__ = ["Vector"]
 
 RIDGES = (math.inf, 1000.0, 100.0, 10.0, 1.0, 0.1)
 """The ridges that are compared, from the strongest to the weakest."""

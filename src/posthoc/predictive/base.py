@@ -21,16 +21,6 @@ from posthoc.numerics import rows_that_fit
 from posthoc.predictive.latent import Latent, correlate
 from posthoc.validation import as_rows, choice, integer, number
 
-__all__ = [
-    "LatentGaussian",
-    "Predictive",
-    "Rows",
-    "UncertaintyScore",
-    "apply_by_rows",
-    "row_means",
-    "working_dtype",
-]
-
 SHOWN_COLUMNS = 6
 """The most columns that the HTML table of a notebook has for one quantity."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["confidence_bins", "expected_calibration_error"]
-
 
 def confidence_bins(confidence: Tensor, hits: Tensor, bins: int = 15, *, equal_mass: bool = False) -> Tensor:
     """Sums over bins of confidence that are open on the left, (a, b]; the last bin holds a confidence of 1.

@@ -15,8 +15,6 @@ from posthoc.errors import OptionError, PosthocWarning
 from posthoc.predictive.base import By, Predictive, UncertaintyScore, apply_by_rows, row_means
 from posthoc.validation import class_labels, integer
 
-__all__ = ["ClassificationPredictive"]
-
 NO_VARIANCE = (
     "This method gives the logits no variance (it is temperature scaling, or a fit that chose temperature scaling)"
 )

@@ -26,8 +26,6 @@ from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.regression import RegressionPredictive
 from posthoc.validation import choice, class_labels, integer, regression_targets
 
-__all__ = ["APS", "LAC", "Conformal", "ConformalIntervals", "ConformalPredictive", "ConformalSets", "Residual", "Score"]
-
 FORMAT = "posthoc-conformal"
 
 

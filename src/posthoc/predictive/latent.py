@@ -9,8 +9,6 @@ from torch import Tensor
 
 from posthoc.numerics import cholesky
 
-__all__ = ["DenseLatent", "FactorLatent", "IndependentLatent", "Latent", "ZeroLatent", "correlate"]
-
 
 class Latent(ABC):
     """The covariance V(x) of the latent outputs at N points. A subclass gives V, and what it can compute from less."""

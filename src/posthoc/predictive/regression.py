@@ -16,8 +16,6 @@ from posthoc.predictive.latent import correlate
 from posthoc.predictive.residual_mixture import ResidualMixture
 from posthoc.validation import as_numbers, integer, number, regression_targets
 
-__all__ = ["RegressionPredictive"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RegressionPredictive(Predictive):

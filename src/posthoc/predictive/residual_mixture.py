@@ -14,8 +14,6 @@ from torch import Tensor
 
 from posthoc.numerics import rows_that_fit
 
-__all__ = ["NORMAL", "ResidualMixture"]
-
 SPREADS = torch.logspace(-4.0, 5.0, 19, base=2.0, dtype=torch.float64)
 """Standard deviations of the normals of the grid, in units of z."""
 STEP = 0.25

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-__all__ = ["FlatAdam"]
-
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 """Adam's usual constants."""
 OPTIONS: dict[str, Any] = {"fused": True, "amsgrad": False, "weight_decay": 0.0, "maximize": False}

@@ -16,8 +16,6 @@ from posthoc.io import lock, read_tensors, require_folder, write_tensors
 from posthoc.training.distributed import Ranks
 from posthoc.validation import integer
 
-__all__ = ["Checkpoint"]
-
 FILE = "checkpoint.safetensors"
 FORMAT = "posthoc-checkpoint"
 SHOWN = 5

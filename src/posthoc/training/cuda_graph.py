@@ -12,8 +12,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from posthoc.training.loop import Block, PlainSteps
 
-__all__ = ["GraphSteps"]
-
 WARM_UP = 3
 """Steps taken and undone before the capture, in which libraries allocate their workspaces."""
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from posthoc.errors import TrainingError
 
-__all__ = ["Ranks", "distributed"]
-
 TIMEOUT = timedelta(minutes=10)
 """How long a process waits for the others."""
 

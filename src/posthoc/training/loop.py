@@ -22,8 +22,6 @@ from posthoc.training.checkpoint import Checkpoint
 from posthoc.training.cuda_graph import GraphSteps
 from posthoc.training.distributed import Ranks
 
-__all__ = ["Block", "History", "PlainSteps", "Run", "Source", "Training", "train"]
-
 
 @dataclass(frozen=True)
 class Training:

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["run_parallel", "single_thread"]
-
 T = TypeVar("T")
 
 

@@ -23,8 +23,6 @@ from posthoc.optional import require
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Block", "Chart", "blocks_of"]
-
 STYLE = {
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), plots.SOFT),
     **dict.fromkeys(("axes.linewidth", "xtick.major.width", "ytick.major.width"), 0.6),

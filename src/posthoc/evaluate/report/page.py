@@ -27,8 +27,6 @@ from posthoc.evaluate.report.summary import (
 from posthoc.io import atomic_path
 from posthoc.methods import REGISTRY
 
-__all__ = ["render", "write_report"]
-
 CLEAR = 2.0
 """Standard errors that make a difference clear."""
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Curve", "Record", "is_cost", "read_record"]
-
 FORMAT = 1
 LARGEST_VALUE = 1e150
 """Figures beyond it count as infinite, so that sums of their squares do not overflow."""

@@ -17,8 +17,6 @@ from posthoc.errors import FileError
 from posthoc.evaluate.report.records import Record, read_record
 from posthoc.methods import REGISTRY
 
-__all__ = ["CaseSummary", "Estimate", "ExperimentSummary", "MethodSummary", "Results", "estimate", "read_results"]
-
 
 @dataclass(frozen=True)
 class Estimate:

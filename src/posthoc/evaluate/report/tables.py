@@ -16,8 +16,6 @@ from posthoc.evaluate.report.summary import Estimate, Estimates
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["COLUMNS", "Column", "columns_of", "csv_table", "markdown_table", "rich_table"]
-
 LOW, HIGH = -math.inf, math.inf
 
 

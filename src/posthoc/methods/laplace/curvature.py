@@ -18,8 +18,6 @@ from posthoc.errors import OptionError
 from posthoc.numerics import rows_that_fit
 from posthoc.predictive.latent import FactorLatent, IndependentLatent, Latent
 
-__all__ = ["Curvature", "Dense", "Form", "Separable", "require_room", "sum_curvature"]
-
 Form = Literal["kron", "full", "diag"]
 COPIES = 4
 """Matrices of one size that exist at once: the sum, its eigenvectors and their work space."""

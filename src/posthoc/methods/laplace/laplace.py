@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from posthoc.base import FeatureConfig, Job, Method, option
+from posthoc.base import Job, Method
+from posthoc.config import FeatureConfig, option
 from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
@@ -14,8 +15,6 @@ from posthoc.likelihoods.registry import make_likelihood
 from posthoc.methods.laplace.curvature import Form, require_room
 from posthoc.methods.laplace.last_layer import find_last_layer, require_last_layer
 from posthoc.methods.laplace.posterior import Posterior, fit_posterior, refine
-
-__all__ = ["Laplace", "linearized"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,6 @@ from posthoc.errors import DataError, LayerError, PosthocWarning
 from posthoc.likelihoods.base import columns
 from posthoc.numerics import rows_that_fit
 
-__all__ = ["LastLayer", "find_last_layer", "pieces", "require_last_layer", "with_one"]
-
 MAX_RESIDUAL = 0.01
 """The largest residual of outputs that are linear in the features, as a share of their spread; float16 gives 0.001."""
 MIN_VARIANCE = 1e-10

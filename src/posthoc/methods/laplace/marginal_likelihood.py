@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["best_evidence"]
-
 MAX_STEPS, MAX_STEP, TOLERANCE = 200, 2.0, 1e-9
 """The largest number of Newton steps, the longest step, and the step at which they end, in units of the logarithms."""
 REACH = 40.0

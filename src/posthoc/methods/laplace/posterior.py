@@ -22,8 +22,6 @@ from posthoc.numerics import rows_that_fit
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import IndependentLatent
 
-__all__ = ["Posterior", "fit_posterior", "refine", "use_one_unit"]
-
 GRID = range(-6, 7)
 """Powers of ten that the prior precision is multiplied by on validation data, before the best is refined."""
 

@@ -11,16 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from posthoc.base import FeatureConfig, Job, Method, SeedConfig, option
+from posthoc.base import Job, Method
 from posthoc.collect.loaders import Batch, iterate
 from posthoc.collect.network import Backbone, collect, evaluating, exclusive
+from posthoc.config import FeatureConfig, SeedConfig, option
 from posthoc.errors import OptionError
 from posthoc.fmgp.inducing_points import distinct
 from posthoc.likelihoods.base import Likelihood
 from posthoc.methods.laplace.last_layer import require_last_layer
 from posthoc.methods.ntk.ntk import Jacobian, gradients
-
-__all__ = ["NTKConfig", "NTKMethod"]
 
 
 class TangentBackbone(Backbone):

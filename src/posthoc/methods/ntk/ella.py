@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posthoc.base import Fitted, Job, option
+from posthoc.base import Fitted, Job
 from posthoc.collect.loaders import Batch
 from posthoc.collect.outputs import Outputs
+from posthoc.config import option
 from posthoc.errors import DataError
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.categorical import Categorical
@@ -27,8 +28,6 @@ from posthoc.methods.ntk.ntk import products
 from posthoc.numerics import rows_that_fit
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import FactorLatent
-
-__all__ = ["ELLA"]
 
 PRIORS = tuple(10.0 ** (step / 2) for step in range(-6, 9))
 """Prior variances that are tried, in units that give the outputs a mean prior variance of one."""

@@ -17,8 +17,6 @@ from posthoc.collect.network import read_outputs
 from posthoc.errors import OptionError
 from posthoc.kernels import Linear, Points, Space
 
-__all__ = ["Jacobian", "LastLayerNTK", "gradients", "products"]
-
 CHUNK_BYTES = 2**28
 """Bytes of the gradients that are computed at once, for at least one row."""
 ROWS, DIRECTIONS = 128, 8

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import Job, TrainingConfig, option
+from posthoc.base import Job
 from posthoc.collect.loaders import Batch
 from posthoc.collect.outputs import Outputs
+from posthoc.config import TrainingConfig, option
 from posthoc.errors import OptionError
 from posthoc.fmgp.build import START, train_fitted
 from posthoc.fmgp.estimator import decode_points, encode_classes, encode_points
@@ -35,8 +36,6 @@ from posthoc.numerics import rows_that_fit
 from posthoc.predictive.latent import DenseLatent, Latent
 from posthoc.training import History, Ranks
 from posthoc.validation import choice
-
-__all__ = ["VaLLA"]
 
 POWERS = range(-3, 6)
 """Powers of ten that the initial σ₀² is multiplied by, to find the best one on validation data."""

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from posthoc.base import SeedConfig, option
 from posthoc.collect.loaders import Batch
+from posthoc.config import SeedConfig, option
 from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.methods.weights.network import DrawingMethod, seeded
-
-__all__ = ["Dropout"]
 
 
 @dataclass(frozen=True, kw_only=True)

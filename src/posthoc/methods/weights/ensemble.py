@@ -14,8 +14,6 @@ from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.methods.weights.network import DrawingMethod
 
-__all__ = ["Ensemble"]
-
 
 class Ensemble(DrawingMethod):
     """Predictions averaged over several networks.

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from posthoc.base import Fitted, Job, SeedConfig, option
+from posthoc.base import Fitted, Job
 from posthoc.collect.loaders import Batch, change_tensors
+from posthoc.config import SeedConfig, option
 from posthoc.errors import OptionError, PosthocWarning, TrainingError
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.categorical import Categorical
@@ -24,8 +25,6 @@ from posthoc.methods.weights.network import DrawingMethod, seeded
 from posthoc.optional import require
 from posthoc.progress import progress_bar
 from posthoc.training import single_thread
-
-__all__ = ["HMC"]
 
 MAX_WORK, WORK_PER_HOUR = 1e15, 3.6e13
 """The largest number of multiplications of a run, and about how many of them a processor computes in an hour."""

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from posthoc.base import Fitted, Job, TrainingConfig, option
+from posthoc.base import Fitted, Job
 from posthoc.collect.loaders import Batch
+from posthoc.config import TrainingConfig, option
 from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.network import FinetunedMethod
-
-__all__ = ["MFVI"]
 
 SCORE_SAMPLES = 8
 """Draws for a validation score; a prediction has more."""

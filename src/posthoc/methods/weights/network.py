@@ -12,19 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import CHUNK, Fitted, Job, Method, TrainingConfig
+from posthoc.base import CHUNK, Fitted, Job, Method
 from posthoc.collect.class_scores import as_logits
 from posthoc.collect.loaders import Batch, is_arrays, iterate, move, row_count, take, tensors_of
 from posthoc.collect.network import Backbone, evaluating, exclusive, run_network
 from posthoc.collect.outputs import Outputs
+from posthoc.config import TrainingConfig
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.predictive.base import Predictive, require_finite_prediction
 from posthoc.predictive.latent import ZeroLatent
 from posthoc.training import History, Ranks, train
-
-__all__ = ["DrawingMethod", "FinetunedMethod", "NetworkBatches", "NetworkMethod", "seeded"]
 
 ADVICE = "For outputs alone use a method such as fmgp, laplace or temperature."
 

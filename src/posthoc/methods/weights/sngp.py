@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from posthoc.base import Fitted, Job, TrainingConfig, option
+from posthoc.base import Fitted, Job
 from posthoc.collect.class_scores import as_logits
 from posthoc.collect.loaders import Batch
 from posthoc.collect.network import evaluating, exclusive
+from posthoc.config import TrainingConfig, option
 from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.categorical import Categorical
@@ -24,8 +25,6 @@ from posthoc.methods.weights.network import FinetunedMethod
 from posthoc.numerics import cholesky
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import IndependentLatent
-
-__all__ = ["SNGP", "RandomFeatures", "SpectralBound"]
 
 START_NOISE = 0.01
 """The first weights reproduce the network's outputs but for about this share of their variance."""
