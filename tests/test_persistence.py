@@ -396,7 +396,7 @@ def other_names() -> nn.Module:
 @pytest.mark.parametrize("other", [other_weights, one_weight_moved, other_precision, other_names])
 def test_another_network_is_refused(other: Any, tmp_path: Path) -> None:
     path = saved(tmp_path)
-    with pytest.raises(FileError, match=r"Expected the network.*\(\w{12}\), found another.*or fit again"):
+    with pytest.raises(FileError, match=r"Expected the network.*fingerprint \w{12}.*found another.*or fit again"):
         FMGP.load(path, model=other())
     FMGP.load(path, model=mlp())
 
