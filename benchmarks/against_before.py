@@ -118,9 +118,9 @@ def predict(quick: bool) -> Figures:
 def head_alone(estimator: Any, one: Any) -> Callable[[], object] | None:
     """The kernel, the variance and the predictive of a row, by the head itself; None where it is not found."""
     head: Any = getattr(estimator, "head", None)
-    if not hasattr(head, "prepared") or not hasattr(head, "predictive"):
+    if not hasattr(head, "predictive"):
         return None
-    return partial(head.predictive, one)
+    return partial(head.predictive, one, *([head.prepared()] if hasattr(head, "prepared") else []))
 
 
 def method(network: nn.Module | None, task: str, **more: Any) -> Any:

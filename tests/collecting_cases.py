@@ -112,8 +112,8 @@ def images(rows: int) -> list[Any]:
 
 
 def predictor(name: str, **options: Any) -> Predictor:
-    """The predictor that a string names."""
-    return open_predictor(Plan(name, **options))
+    """The predictor that a string names, on the CPU also where there is a GPU."""
+    return open_predictor(Plan(name, **{"device": "cpu", **options}))
 
 
 def outputs(predictor: Predictor, inputs: list[Any]) -> Outputs:
