@@ -294,7 +294,7 @@ class Method(ABC):
         first, task = collected[0].outputs, self._likelihood.task
         device, rounding = self._home(first.device), None
         if task == "classification" and self.outputs_are != "logits":
-            rounding = find_rounding(first, self.outputs_are, warn=True)
+            rounding = find_rounding(first, self.outputs_are)
         train, held_out = self._checked(collected[0], rounding), None
         if val is not None:
             held_out = self._checked(collected[1], rounding, width=tuple(train.outputs.shape[1:]))

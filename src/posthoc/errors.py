@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+import warnings
+
 
 class PosthocError(Exception):
     """Base class of the errors that this package raises."""
@@ -54,3 +58,10 @@ class MissingExtraError(PosthocError, ImportError):
 
 class PosthocWarning(UserWarning):
     """The result may be poor, or something was adjusted to compute it; the message says what."""
+
+
+def warn(message: str) -> None:
+    """Gives a `PosthocWarning` at the line that called this package."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe())]
+    outermost = max(level for level, name in enumerate(names, 1) if name.partition(".")[0] == "posthoc")
+    warnings.warn(message, PosthocWarning, stacklevel=outermost + 1)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import torch
 from torch import Tensor
 
-from posthoc.errors import NotPSDError, PosthocWarning
+from posthoc.errors import NotPSDError, warn
 
 JITTERS = (1e-10, 1e-8, 1e-6, 1e-4)
 """Jitters to try in turn, relative to the mean of the diagonal."""
@@ -69,11 +68,7 @@ def cholesky(matrix: Tensor, name: str = "the matrix") -> Tensor:
     for jitter in JITTERS:
         factor, info = torch.linalg.cholesky_ex(matrix + jitter * scale * identity)
         if not info.any():
-            warnings.warn(
-                f"{name} was not positive definite; added {jitter:g} times its mean diagonal to it.",
-                PosthocWarning,
-                stacklevel=2,
-            )
+            warn(f"{name} was not positive definite; added {jitter:g} times its mean diagonal to it.")
             return factor
     raise NotPSDError(
         f"Expected {name} to be positive definite, got one that is not even with {JITTERS[-1]:g} times its mean "

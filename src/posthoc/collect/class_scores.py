@@ -10,13 +10,12 @@ Example:
 from __future__ import annotations
 
 import math
-import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from posthoc.errors import DataError, PosthocWarning
+from posthoc.errors import DataError, warn
 from posthoc.validation import choice, require_finite
 
 KINDS = ("logits", "log-probs", "probs")
@@ -80,13 +79,13 @@ def as_logits(outputs: Tensor, kind: str, rounding: Rounding | None = None) -> T
     columns = as_columns(outputs, kind)
     if kind == "logits":
         return torch.cat([torch.zeros_like(columns), columns], 1) if columns.shape[1] == 1 else columns
-    rounding = rounding or find_rounding(outputs, kind, warn=True)
+    rounding = rounding or find_rounding(outputs, kind)
     log_p = log_of_probs(columns, rounding) if kind == "probs" else checked_log_probs(columns, rounding)
     return log_p - log_p[:, :1] if columns.shape[1] == 1 else log_p
 
 
-def find_rounding(outputs: Tensor, kind: str, *, warn: bool = False) -> Rounding:
-    """Derives from probabilities how coarse they are, and which probability an exact 0 stands for.
+def find_rounding(outputs: Tensor, kind: str) -> Rounding:
+    """Derives from probabilities how coarse they are, and which probability an exact 0 stands for; warns of zeros.
 
     If all values lie on a grid (two decimals, or tenths of a forest of ten trees), a 0 stands for half its unit;
     otherwise for half of the smallest positive value. With fewer than ten values strictly between 0 and 1 neither is
@@ -95,7 +94,6 @@ def find_rounding(outputs: Tensor, kind: str, *, warn: bool = False) -> Rounding
     Args:
         outputs: As for `as_logits`.
         kind: As for `as_logits`; of logits nothing is derived.
-        warn: Whether to warn about zeros.
     """
     columns = as_columns(outputs, kind)
     dtype = torch.promote_types(columns.dtype, torch.float32)
@@ -115,13 +113,11 @@ def find_rounding(outputs: Tensor, kind: str, *, warn: bool = False) -> Rounding
         unit = find_unit(inner[:: max(1, len(inner) // MOST_VALUES)], columns.dtype)
         floor = (unit or float(inner.min())) / 2.0
     floor = max(floor, torch.finfo(dtype).tiny)
-    if warn and bool(zeros.any()):
+    if bool(zeros.any()):
         reason = f"half of their unit of rounding, {unit:.3g}" if unit else "less than any other"
-        warnings.warn(
+        warn(
             f"{int(zeros.sum()):,} of {values.numel():,} probabilities are 0, which no calibration can correct. "
-            f"They are taken as {floor:.3g} ({reason}). Give logits, or unrounded probabilities, if you have them.",
-            PosthocWarning,
-            stacklevel=3,
+            f"They are taken as {floor:.3g} ({reason}). Give logits, or unrounded probabilities, if you have them."
         )
     return Rounding(floor, unit)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
 from posthoc.collect.outputs import Outputs
-from posthoc.errors import DataError, PosthocWarning
+from posthoc.errors import DataError, warn
 
 ROWS = 2**14
 """Rows that are looked at."""
@@ -23,11 +21,9 @@ SHARE = 0.5
 def warn_if_half(outputs: Tensor) -> None:
     """Warns of outputs in half precision."""
     if outputs.dtype in (torch.float16, torch.bfloat16):
-        warnings.warn(
+        warn(
             f"The outputs are {outputs.dtype}: means stay as they are, the uncertainty is computed in float64 and "
-            "returned in float32.",
-            PosthocWarning,
-            stacklevel=4,
+            "returned in float32."
         )
 
 
@@ -40,17 +36,15 @@ def check_classes(train: Outputs, *, required: bool) -> None:
     found = f"Expected labels of at least two classes, got class {int(labels[0])} in all {len(labels)} rows"
     if required:
         raise DataError(f"{found}: such data say nothing about what separates classes.")
-    warnings.warn(f"{found}: the fit is of no use for the other classes.", PosthocWarning, stacklevel=4)
+    warn(f"{found}: the fit is of no use for the other classes.")
 
 
 def warn_if_probabilities(*collected: Tensor) -> None:
     """Warns of outputs that look like probabilities where logits are expected."""
     if any(map(look_like_probabilities, collected)):
-        warnings.warn(
+        warn(
             'These outputs look like probabilities and are taken for logits: say outputs_are="probs" '
-            "(--outputs-are probs) if they are.",
-            PosthocWarning,
-            stacklevel=4,
+            "(--outputs-are probs) if they are."
         )
 
 
@@ -74,12 +68,10 @@ def warn_if_memorized(train: Outputs, val: Outputs | None, task: str) -> None:
         sign = f"its mean error is {loss:.3g} here and {val_loss:.3g} on the validation data"
     else:
         return
-    warnings.warn(
+    warn(
         f"The network seems to have seen these data in training: {sign}. What is learnt from so few errors is too sure "
         "of new data. Fit on data that were kept apart; or, for images, on changed views of them: "
-        'fit(..., augment="crops").',
-        PosthocWarning,
-        stacklevel=4,
+        'fit(..., augment="crops").'
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from posthoc.collect.augmentation import Augmented
 from posthoc.collect.loaders import iterate
 from posthoc.collect.outputs import Outputs, join
 from posthoc.config import FeatureConfig, ScoreConfig, TrainingConfig, option
-from posthoc.errors import DataError, LayerError, NotFittedError, OptionError, PosthocWarning
+from posthoc.errors import DataError, LayerError, NotFittedError, OptionError, warn
 from posthoc.fmgp.build import Trainer, shortened, trains_in_parallel
 from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.fmgp.inducing_points import NotKept, as_points
@@ -218,8 +217,7 @@ class FMGP(Method):
             raise OptionError('Monte Carlo training draws in one process: use training="pairwise" with several.')
         rows, number = len(job.train), self.config.num_inducing
         if isinstance(self.config.inducing, str) and number > rows:
-            told = f"Asked for {number} inducing points but there are only {rows} data points: using {rows}."
-            warnings.warn(told, PosthocWarning, stacklevel=3)
+            warn(f"Asked for {number} inducing points but there are only {rows} data points: using {rows}.")
         selection = select_form(job, self.config, self._likelihood, trainer)
         if self._likelihood.task == "regression":
             return self._train_regression(job, selection, trainer)

@@ -19,7 +19,7 @@ from torch import nn
 
 from posthoc.collect.fingerprint import fingerprint
 from posthoc.collect.network import Backbone
-from posthoc.errors import FileError, LayerError, OptionError, PosthocWarning
+from posthoc.errors import FileError, LayerError, OptionError, warn
 from posthoc.integrations.datasets import Rows, file_digest, open_data
 from posthoc.integrations.libraries import LIBRARIES, load_weights, weights_file
 from posthoc.integrations.onnx import OnnxGraph, onnx_files
@@ -157,8 +157,7 @@ def open_import(plan: Plan, device: torch.device) -> Backbone:
     if path is not None:
         load_weights(model, path)
     elif weights is None:
-        message = f"{name!r} may be a random network: give --weights FILE, or --weights none if it has its own."
-        warnings.warn(message, PosthocWarning, stacklevel=2)
+        warn(f"{name!r} may be a random network: give --weights FILE, or --weights none if it has its own.")
     return Backbone(model.to(device), plan.layer, None)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 
 from torch import nn
 
 from posthoc.base import Fitted, Job
-from posthoc.errors import OptionError, PosthocWarning
+from posthoc.errors import OptionError, warn
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import best_inverse, limit_reached
 from posthoc.methods.map import LikelihoodOnly
@@ -45,11 +44,9 @@ class Temperature(LikelihoodOnly):
         inverse = best_inverse(job.train.outputs, job.train.targets)
         if (limit := limit_reached(job.train.outputs, inverse)) is not None:
             quality = "all right" if limit == "high" else "no better than chance"
-            warnings.warn(
+            warn(
                 f"The predictions are {quality} on these data, so the temperature was limited to {1.0 / inverse:g}. "
-                "Fit on data that the network has not memorized, with labels in the order of its outputs.",
-                PosthocWarning,
-                stacklevel=3,
+                "Fit on data that the network has not memorized, with labels in the order of its outputs."
             )
         nn.init.constant_(likelihood.log_temperature, -math.log(inverse))
         return Fitted(likelihood)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from posthoc.errors import OptionError, PosthocWarning
+from posthoc.errors import OptionError, warn
 from posthoc.predictive.base import By, Predictive, UncertaintyScore, apply_by_rows, row_means
 from posthoc.validation import class_labels, integer
 
@@ -122,7 +121,7 @@ class ClassificationPredictive(Predictive):
         """
         samples = integer("samples", samples, 1)
         if not self.latent.has_variance:
-            warnings.warn(f"{NO_VARIANCE}: the mutual information is zero.", PosthocWarning, stacklevel=2)
+            warn(f"{NO_VARIANCE}: the mutual information is zero.")
             return torch.zeros_like(self.log_probs[:, 0])
         if generator is None:
             generator = torch.Generator(self.log_probs.device).manual_seed(0)

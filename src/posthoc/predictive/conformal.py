@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from posthoc.errors import DataError, FileError, OptionError, PosthocWarning, WrongTaskError
+from posthoc.errors import DataError, FileError, OptionError, WrongTaskError, warn
 from posthoc.io import read_tensors, write_tensors
 from posthoc.predictive.base import LatentGaussian, Predictive, Rows, apply_by_rows, working_dtype
 from posthoc.predictive.classification import ClassificationPredictive
@@ -154,11 +153,9 @@ class Calibration:
         rank = math.ceil((n + 1) * level - 1e-9)  # 0.07 * 100 is a little more than 7 in floating point
         if rank <= n:
             return self.scores[rank - 1]
-        warnings.warn(
+        warn(
             f"{n} calibration points cannot promise a coverage of {level}: the answer holds everything. It takes at "
-            f"least {math.ceil(level / (1.0 - level) - 1e-9)} points.",
-            PosthocWarning,
-            stacklevel=3,
+            f"least {math.ceil(level / (1.0 - level) - 1e-9)} points."
         )
         return torch.full_like(self.scores[0], math.inf)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs
-from posthoc.errors import DataError, LayerError, PosthocWarning
+from posthoc.errors import DataError, LayerError, warn
 from posthoc.likelihoods.base import columns
 from posthoc.numerics import rows_that_fit
 
@@ -95,11 +94,9 @@ def solve(outputs: Outputs, home: torch.device) -> LastLayer:
     assert outputs.features is not None
     rows, width = outputs.features.shape
     if rows <= width + 1:
-        warnings.warn(
+        warn(
             f"{rows} points are too few to find a last layer of {width} features, or to see whether the outputs are "
-            "linear in them. Give the network, or more points.",
-            PosthocWarning,
-            stacklevel=5,
+            "linear in them. Give the network, or more points."
         )
     gram = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=home)
     cross = gram.new_zeros(width + 1, outputs.outputs.shape[1:].numel())

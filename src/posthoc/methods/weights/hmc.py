@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from posthoc.base import Fitted, Job
 from posthoc.collect.loaders import Batch, change_tensors
 from posthoc.config import SeedConfig, option
-from posthoc.errors import OptionError, PosthocWarning, TrainingError
+from posthoc.errors import OptionError, TrainingError, warn
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
@@ -102,12 +101,10 @@ class HMC(DrawingMethod):
             others = [options.prior_precision**-0.5 * torch.randn_like(trained) for _ in range(options.chains - 1)]
             weights, noise, diagnostics = self._sample(posterior, [trained, *others])
         if options.max_r_hat is not None and diagnostics["r_hat"] > options.max_r_hat:
-            warnings.warn(
+            warn(
                 f"The chains do not agree: R-hat is {diagnostics['r_hat']:.2f} (above {options.max_r_hat:g}), draws "
                 f"are worth {diagnostics['ess']:.0f} independent ones, {sum(diagnostics['divergences'])} diverged. Use "
-                "more warmup and samples, or a greater max_tree_depth.",
-                PosthocWarning,
-                stacklevel=3,
+                "more warmup and samples, or a greater max_tree_depth."
             )
         if noise is not None:
             assert isinstance(likelihood, Gaussian)
