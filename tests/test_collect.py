@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import count
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -102,20 +102,21 @@ def test_a_resumed_run_reads_only_what_is_left(tmp_path):
 
 
 def test_another_network_layer_or_choice_of_inputs_is_refused(tmp_path):
-    first = Backbone(TinyNet(), None, None)
+    first, other = Backbone(TinyNet(), None, None), Backbone(TinyNet(seed=1), None, None)
     collect_to_folder(first, dataset(), tmp_path, identity={"data": "a"})
     before = contents(tmp_path)
-    for backbone, options in [
-        (Backbone(TinyNet(seed=1), None, None), {"identity": {"data": "a"}}),
-        (Backbone(TinyNet(), "pool", None), {"identity": {"data": "a"}}),
-        (Backbone(TinyNet(), "fc", None), {"identity": {"data": "a"}}),
-        (first, {"identity": {"data": "b"}}),
-        (first, {"identity": {"data": "a"}, "inputs": True}),
+    same: dict[str, Any] = {"identity": {"data": "a"}}
+    digest = "'[0-9a-f]{8}:[0-9a-f]{8}'"
+    for backbone, options, message in [
+        (other, same, rf"made with other weights or layers \(network: {digest} there, {digest} now\)\. Collect"),
+        (Backbone(TinyNet(), "pool", None), same, "of something else .layer: 'input of fc' there, 'pool' now"),
+        (Backbone(TinyNet(), "fc", None), same, "of something else .layer"),
+        (first, {"identity": {"data": "b"}}, "of something else .data"),
+        (first, {**same, "inputs": True}, "of something else .inputs: False there, True now"),
     ]:
-        with pytest.raises(FileError, match="of something else"):
+        with pytest.raises(FileError, match=message):
             collect_to_folder(backbone, dataset(), tmp_path, **options)
     assert contents(tmp_path) == before
-    other = Backbone(TinyNet(seed=1), None, None)
     found = collect_to_folder(other, dataset(), tmp_path, identity={"data": "a"}, force=True)
     assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3, TinyNet(seed=1)), "outputs", "targets", "features")
 

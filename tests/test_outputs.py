@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from posthoc import DataError, Outputs
+from posthoc.collect.outputs import join
 
 
 def test_rows_end() -> None:
@@ -18,6 +19,15 @@ def test_rows_end() -> None:
             outputs[row]
     assert np.asarray(outputs).tolist() == outputs.outputs.tolist()
     assert np.asarray(outputs, dtype=np.float64).dtype == np.float64
+
+
+def test_names_of_columns_stay_with_the_outputs() -> None:
+    named = Outputs(torch.zeros(4, 2), torch.arange(4), columns=("cat", "dog"))
+    unnamed = named.with_outputs(named.outputs.double()).with_targets(torch.zeros(4)).clone().spread(3).only()[:2]
+    assert unnamed.columns == named.to(torch.device("meta")).columns == join([named, named]).columns == ("cat", "dog")
+    assert join([named, Outputs(torch.zeros(4, 2), torch.arange(4))]).columns is None
+    with pytest.raises(DataError, match="a name for every column of outputs, got cat"):
+        Outputs(torch.zeros(4, 2), columns=("cat",))
 
 
 def test_repr_shows_shapes() -> None:

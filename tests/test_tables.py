@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from posthoc import DataError, FileError, MissingExtraError, OptionError, Outputs
+from posthoc import FMGP, DataError, FileError, MissingExtraError, OptionError, Outputs, load
+from posthoc.cli import main
 from posthoc.collect import open_outputs, save_outputs
+from posthoc.collect.outputs import NAMES
+from posthoc.evaluate.evaluate import evaluate
+from tests.test_cli import run_main
 from tests.test_files import some
 
 
@@ -45,7 +50,8 @@ def table(kind: str, folder: Path, columns: dict[str, list[Any]]) -> Path:
 
 def parts(opened: Outputs) -> list[tuple[torch.dtype, list[Any]] | None]:
     """The dtypes and values of outputs, targets, features and inputs."""
-    return [(part.dtype, part.tolist()) if part is not None else None for part in vars(opened).values()]
+    present = opened.parts()
+    return [(present[name].dtype, present[name].tolist()) if name in present else None for name in NAMES]
 
 
 BOTH = pytest.mark.parametrize("kind", ["Parquet", "CSV"])
@@ -105,14 +111,14 @@ def test_whole_numbers_are_classes_only_among_the_targets(kind: str, tmp_path: P
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"outputs": "p_rat"}, r"'p_rat'\. The columns are: 'id', 'p_dog', 'p_cat', 'label'"),
-        ({"outputs": ["p_cat", "q_*"]}, r"for outputs, got 'q_\*'\. The columns are: 'id'"),
-        ({"targets": "label"}, r"Expected columns for outputs, .* got none\. The columns are: 'id'"),
+        ({"outputs": "p_rat"}, r"'p_rat'\. The columns are: id, p_dog, p_cat, label"),
+        ({"outputs": ["p_cat", "q_*"]}, r"for outputs, got 'q_\*'\. The columns are: id"),
+        ({"targets": "label"}, r"Expected columns for outputs, .* got none\. The columns are: id"),
         ({"outputs": "p_*", "labels": "label"}, "outputs, targets, features, inputs, got some for labels"),
-        ({"outputs": ["p_*", "p_cat"]}, "each once, got 'p_dog', 'p_cat', 'p_cat'"),
+        ({"outputs": ["p_*", "p_cat"]}, "each once, got p_dog, p_cat, p_cat"),
         ({"outputs": []}, "one or more columns for outputs"),
-        ({"outputs": "[lw]*", "targets": "label"}, "columns of their own, got 'label' as outputs too"),
-        (None, r"outputs_0.*got none\. The columns are: 'id', 'p_dog'.*columns=\{\"outputs\""),
+        ({"outputs": "[lw]*", "targets": "label"}, "columns of their own, got label as outputs too"),
+        (None, r"outputs_0.*got none\. The columns are: id, p_dog.*columns=\{\"outputs\""),
     ],
 )
 def test_columns_that_are_not_there_are_refused(kind: str, columns: Any, message: str, tmp_path: Path) -> None:
@@ -137,7 +143,7 @@ def test_other_separators_and_long_lists_of_columns(tmp_path: Path) -> None:
     for kind in ("semicolons", "tabs"):
         path = table(kind, tmp_path, probabilities())
         assert open_outputs(path, columns={"outputs": "p_*"}).outputs.shape == (3, 2)
-    with pytest.raises(OptionError, match=r"'c39', and 960 more\. Say which"):
+    with pytest.raises(OptionError, match=r"c39 and 960 more\. Say which"):
         open_outputs(table("CSV", tmp_path, {f"c{i}": [0] for i in range(1000)}))
 
 
@@ -146,7 +152,7 @@ def test_csv_as_spreadsheets_write_it(tmp_path: Path) -> None:
     path.write_bytes('\ufeff"outputs","targets", note \r\n"1.5",0,"a, b\nc"\r\n\r\n-2e3, 1 ,\r\n'.encode())
     found = parts(open_outputs(path, columns={"outputs": "outputs", "targets": "targets"}))
     assert found == [(torch.float64, [1.5, -2000.0]), (torch.int64, [0, 1]), None, None]
-    with pytest.raises(OptionError, match="'note'"):
+    with pytest.raises(OptionError, match=", note\\."):
         open_outputs(path, columns={"outputs": "notes"})
 
 
@@ -170,7 +176,7 @@ def test_csv_targets_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         ("\n\n", "names of columns in the first line"),
         ("outputs,targets\n1.0,2\n3.0\n", "Expected 2 values in every line .*found 1 in row 1.*save it again"),
         ("outputs,targets\n1.0,2,3\n", "found 3 in row 0"),
-        ("outputs,targets,outputs\n1.0,2,3\n", "different names.*'outputs' more than once"),
+        ("outputs,targets,outputs\n1.0,2,3\n", "different names.*outputs more than once"),
         ('outputs,targets\n1.0,"2\n', "Expected a CSV table"),
     ],
 )
@@ -242,3 +248,35 @@ def test_only_numbers_as_programs_write_them_are_read(text: str, tmp_path: Path)
     (tmp_path / "t.csv").write_text(f"outputs;targets\n1.5;2\n.5;{text}\n")
     with pytest.raises(DataError, match=rf"Expected numbers in column 'targets', got '{text}' in row 1"):
         open_outputs(tmp_path / "t.csv")
+
+
+@BOTH
+def test_a_head_knows_its_columns(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    classes = ["cat", "dog", "horse"]
+    logits = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
+    columns = dict(zip(classes, logits.double().T.tolist(), strict=True))
+    path = table(kind, tmp_path, {**columns, "ox": [0.5] * 30, "y": [0, 1, 2] * 10})
+    named = {"outputs": classes, "targets": "y"}
+    head = FMGP(None, "classification", steps=2, num_inducing=5).fit(open_outputs(path, columns=named))
+    head.save(tmp_path / "head")
+    turned = open_outputs(path, columns={"outputs": ["horse", "dog", "cat"], "targets": "y"})
+    other = open_outputs(path, columns={"outputs": ["cat", "dog", "ox"], "targets": "y"})
+    order = r"Expected outputs in the order of the fit, got horse, dog, cat: .* --outputs cat,dog,horse \("
+    names = "from the columns of the fit, cat, dog, horse, got cat, dog, ox"
+    for method in (head, load(tmp_path / "head")):
+        for rows, message in ((turned, order), (other, names)):
+            for refused in (method.predict, method.conformal, partial(evaluate, method)):
+                with pytest.raises(DataError, match=message):
+                    refused(rows)
+        alike = method.predict(open_outputs(path, columns=named)[:10]).probs
+        assert torch.equal(method.predict(Outputs(logits[:10].double())).probs, alike)
+    with pytest.raises(DataError, match=order):
+        head.fit(open_outputs(path, columns=named), val=turned)
+    fit = ("--task", "classification", "--outputs", "cat,dog,horse", "--targets", "y", "--method", "map")
+    assert run_main(monkeypatch, main, "fit", str(path), *fit, "-o", str(tmp_path / "new")) == 0
+    predict = ("predict", str(tmp_path / "new"), str(path), "-o", str(tmp_path / "p.csv"), "--outputs")
+    assert run_main(monkeypatch, main, *predict, "horse,dog,cat") == 1
+    assert "--outputs cat,dog,horse" in capsys.readouterr().err
+    assert run_main(monkeypatch, main, *predict, "cat,dog,horse") == 0

@@ -23,7 +23,7 @@ from posthoc.collect.data_warnings import check_classes, warn_if_half, warn_if_m
 from posthoc.collect.fingerprint import fingerprint, require_same_network
 from posthoc.collect.loaders import arrays, is_arrays, is_pair, iterate
 from posthoc.collect.network import Backbone, collect
-from posthoc.collect.outputs import Outputs
+from posthoc.collect.outputs import Outputs, require_same_columns
 from posthoc.config import MethodConfig
 from posthoc.errors import DataError, NotFittedError, OptionError
 from posthoc.io import check_tensors, contents_sha256, read_head, reading, sound_shapes, write_head
@@ -181,6 +181,7 @@ class Method(ABC):
         self._width: tuple[int, ...] | None = None  # the shape of one row of outputs
         self._network: str | None = None  # the fingerprint of the network
         self._rounding: Rounding | None = None  # of the probabilities of the fit
+        self._columns: tuple[str, ...] | None = None  # the names of the outputs in a table
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._likelihood.task}, {'fitted' if self.fitted else 'not fitted'})"
@@ -260,6 +261,7 @@ class Method(ABC):
                 place.of(self._identity() | start)
             self._fitted = self._fit(job)
         self._width, self._network, self._rounding = tuple(job.train.outputs.shape[1:]), network, job.rounding
+        self._columns = job.train.columns
         return self
 
     def _read(self, data: Any, *, once: bool = False) -> Any:
@@ -297,6 +299,7 @@ class Method(ABC):
             rounding = find_rounding(first, self.outputs_are)
         train, held_out = self._checked(collected[0], rounding), None
         if val is not None:
+            require_same_columns(train.columns, collected[1].columns)
             held_out = self._checked(collected[1], rounding, width=tuple(train.outputs.shape[1:]))
         warn_if_half(train.outputs)
         if task == "classification":
@@ -373,6 +376,7 @@ class Method(ABC):
             for outputs in batches:
                 if not len(outputs):
                     continue
+                require_same_columns(self._columns, outputs.columns)
                 home = outputs.outputs.device
                 checked = self._checked(outputs, self._rounding, width=self._width, targets=targets)
                 for start in range(0, len(checked), size):
@@ -454,6 +458,7 @@ class Method(ABC):
             method._width, method._network = tuple(shapes["outputs"]), header["network"]
             rounding = header["rounding"]
             method._rounding = Rounding(*map(float, rounding)) if rounding is not None else None
+            method._columns = tuple(header["columns"]) if header["columns"] is not None else None
             fitted = method._blank(shapes["fitted"])
             state = fitted.state_dict()
             check_tensors(path, tensors, tensors_of(state))
@@ -473,11 +478,11 @@ class Method(ABC):
         return {"method": self.name, "config": self.config.to_dict(), "likelihood": self._likelihood.spec()}
 
     def _header(self) -> dict[str, Any]:
-        """What a head file holds beside the tensors, with places for the names of columns and classes."""
+        """What a head file holds beside the tensors, with a place for the names of classes."""
         assert self._fitted is not None
         shapes = {"outputs": list(self._width or ()), "fitted": self._fitted.shapes()}
-        found = {"shapes": shapes, "rounding": self._rounding, "network": self._network}
-        return {**self._identity(), **found, "columns": None, "classes": None}
+        found = {"shapes": shapes, "rounding": self._rounding, "network": self._network, "columns": self._columns}
+        return {**self._identity(), **found, "classes": None}
 
     def _tensors(self) -> dict[str, Tensor]:
         assert self._fitted is not None

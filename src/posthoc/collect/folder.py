@@ -10,6 +10,7 @@ import io
 import json
 import mmap
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -289,7 +290,7 @@ def arrays_of(outputs: Outputs) -> dict[str, Array]:
     """The arrays to write, by name."""
     if not isinstance(outputs, Outputs):
         raise DataError(f"Expected posthoc.Outputs to write, got {type(outputs).__name__}.")
-    return {name: array_of(part, name) for name, part in vars(outputs).items() if part is not None}
+    return {name: array_of(part, name) for name, part in outputs.parts().items()}
 
 
 def require_ours(folder: Path) -> None:
@@ -319,13 +320,14 @@ def begin(folder: Path, identity: dict[str, Any], *, force: bool) -> Manifest:
 
 
 def require_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Refuses a folder of another network, layer or data, and says what differs."""
+    """Refuses a folder of another network, layer or data, and says what differs, with the start of each digest."""
     values = {key: (there.get(key, "nothing"), here.get(key, "nothing")) for key in sorted({**there, **here})}
-    differing = [f"{key}: {a!r:.90} there, {b!r:.90} now" for key, (a, b) in values.items() if a != b]
+    differing = {key: f"{key}: {a!r} there, {b!r} now" for key, (a, b) in values.items() if a != b}
     if differing:
-        found = f"they are of something else ({'; '.join(differing[:4])})"
+        found = "made with other weights or layers" if [*differing] == ["network"] else "of something else"
+        shown = re.sub("[0-9a-f]{64}", lambda digest: digest[0][:8], "; ".join(differing.values()))
         advice = "Collect elsewhere, or start over with --force (force=True)."
-        raise FileError(f"Expected to go on with the outputs in {folder}, found that {found}. {advice}")
+        raise FileError(f"Expected to go on with the outputs in {folder}, found them {found} ({shown}). {advice}")
 
 
 def described(types: Mapping[str, np.dtype[Any]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import islice
 from numbers import Number
@@ -326,6 +326,12 @@ def array_of(tensor: Tensor, name: str) -> Array:
         tensor = tensor.float()
     array: Array = tensor.contiguous().numpy()
     return signed(array) if array.dtype.kind == "u" else array
+
+
+def listed(names: Collection[str], most: int = 40) -> str:
+    """Names for a message, the first of very many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(islice(names, most)) or "none") + more
 
 
 def row_count(data: Any) -> int:

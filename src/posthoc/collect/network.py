@@ -8,9 +8,8 @@ meanwhile.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,6 +24,7 @@ from posthoc.collect.loaders import (
     is_array,
     is_list,
     iterate,
+    listed,
     move,
     read_batches,
     refuse_infinite,
@@ -123,7 +123,7 @@ class State:
         if self.norms:
             names += [key[0] for key, norm in norms(self.module).items() if self.norms.get(key, norm) != norm]
         if names:
-            return f"changed weights ({listed(names)})"
+            return f"changed weights ({listed(names, 5)})"
         return "it in training mode" if self.module.training else ""
 
     @torch.no_grad()
@@ -186,10 +186,6 @@ def norms(module: nn.Module) -> dict[tuple[str, int, int], str]:
             norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
             result[name, id(tensor), version(tensor)] = str(float(norm))  # as text, NaN equals itself
     return result
-
-
-def listed(names: Collection[str], most: int = 5) -> str:
-    return ", ".join(islice(names, most)) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # One batch.
@@ -262,7 +258,7 @@ class Backbone:
             raise LayerError(f"Expected an nn.Module to take layer {layer!r} from, got {found}")
         layers = self._layers()
         if layer is not None and layer not in layers:
-            raise LayerError(f"Expected the name of a layer, got {layer!r}. The layers are: {listed(layers, 30)}.")
+            raise LayerError(f"Expected the name of a layer, got {layer!r}. The layers are: {listed(layers)}.")
         linear = [name for name, part in layers.items() if isinstance(part, nn.Linear)]
         self.takes_input = layer is None and bool(linear)
         self.layer = linear[-1] if self.takes_input else layer
@@ -322,7 +318,7 @@ class Backbone:
     def features_of(self, batch: Batch, captured: Tensor | None, rows: int) -> Tensor:  # (rows, D)
         """The features of a batch from what the layer's hook captured."""
         if captured is None:
-            advice = f"Name one that is, with layer=...; the layers are: {listed(self._layers(), 30)}."
+            advice = f"Name one that is, with layer=...; the layers are: {listed(self._layers())}."
             raise LayerError(f"Layer {self.layer!r} was not used when the model ran. {advice}")
         if captured.ndim < 2 or len(captured) != rows:
             advice = "name one with a row a point, with layer=... (a single point is a batch of one, x[None])"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posthoc.collect.loaders import as_tensor, refuse_infinite
+from posthoc.collect.loaders import as_tensor, listed, refuse_infinite
 from posthoc.errors import DataError
 from posthoc.validation import as_rows
 
@@ -31,12 +31,14 @@ class Outputs:
     """A predictor's outputs on N points, with the targets and, where known, the features and inputs behind them.
 
     Tensors, NumPy arrays or nested lists; features and inputs of more than two dimensions are flattened to rows.
+    `columns` are the names of the columns of `outputs`, where a table gave them.
     """
 
     outputs: Tensor  # (N,) or (N, C), real
     targets: Tensor | None = None  # (N,) of classes, or as outputs
     features: Tensor | None = None  # (N, D)
     inputs: Tensor | None = None  # (N, D)
+    columns: tuple[str, ...] | None = None  # C names
 
     def __post_init__(self) -> None:
         for name in NAMES:
@@ -56,20 +58,25 @@ class Outputs:
                 raise DataError(f"Expected as many rows of {name} as of outputs, {len(self)}, got {len(tensor)}.")
         if not self.outputs.is_floating_point():
             raise DataError(f"Expected real-valued outputs, got {self.outputs.dtype}.")
+        if self.columns is not None and len(self.columns) != self.outputs.shape[1:].numel():
+            raise DataError(f"Expected a name for every column of outputs, got {listed(self.columns)}.")
 
     @classmethod
-    def trusted(cls, **parts: Tensor | None) -> Outputs:
+    def trusted(cls, **parts: Any) -> Outputs:
         """Outputs of tensors that were checked before, such as those of a mapped file: their values are not read."""
         outputs = object.__new__(cls)
-        outputs.__dict__.update(dict.fromkeys(NAMES), **parts)
+        outputs.__dict__.update(dict.fromkeys((*NAMES, "columns")), **parts)
         return outputs
+
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors that there are, by name."""
+        return {name: part for name in NAMES if (part := getattr(self, name)) is not None}
 
     def require_finite(self) -> None:
         """Refuses NaN and infinity, block by block: the values of a mapped folder may have changed on the disk."""
         for start in range(0, len(self), ROWS_CHECKED):
-            for name, part in vars(self).items():
-                if part is not None:
-                    refuse_infinite(part[start : start + ROWS_CHECKED], name, start)
+            for name, part in self.parts().items():
+                refuse_infinite(part[start : start + ROWS_CHECKED], name, start)
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -85,7 +92,7 @@ class Outputs:
         return np.array(self.outputs.cpu().numpy(), dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
-        shapes = [f"{name}={tuple(part.shape)}" for name, part in vars(self).items() if part is not None]
+        shapes = [f"{name}={tuple(part.shape)}" for name, part in self.parts().items()]
         return f"Outputs({', '.join(shapes)}, {str(self.outputs.dtype).removeprefix('torch.')})"
 
     def _repr_html_(self) -> str:
@@ -98,7 +105,7 @@ class Outputs:
 
     def to(self, device: torch.device) -> Outputs:
         """The same on a device."""
-        if all(part is None or part.device == device for part in vars(self).values()):
+        if all(part.device == device for part in self.parts().values()):
             return self
         return self._map(lambda part: part.to(device, non_blocking=part.is_pinned()))
 
@@ -122,20 +129,19 @@ class Outputs:
     @property
     def nbytes(self) -> int:
         """The bytes of all of it."""
-        return sum(part.nbytes for part in vars(self).values() if part is not None)
+        return sum(part.nbytes for part in self.parts().values())
 
     def digest(self) -> dict[str, Any]:
         """What tells these outputs from others: shapes and a hash of the values, or of some of very many rows."""
-        hashed, shapes = hashlib.sha256(), {}
-        for name, part in vars(self if self.nbytes <= HASHED_WHOLE else self.spread(HASHED_ROWS)).items():
-            if part is not None:
-                shapes[name] = [str(part.dtype), *getattr(self, name).shape]
-                hashed.update(part.detach().cpu().contiguous().view(torch.uint8).numpy())
+        hashed = hashlib.sha256()
+        for part in (self if self.nbytes <= HASHED_WHOLE else self.spread(HASHED_ROWS)).parts().values():
+            hashed.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        shapes = {name: [str(part.dtype), *part.shape] for name, part in self.parts().items()}
         return {**shapes, "sha256": hashed.hexdigest()}
 
     def only(self, *names: str) -> Outputs:
         """The same without features or inputs that nobody reads."""
-        return Outputs.trusted(**{name: getattr(self, name) for name in ("outputs", "targets", *names)})
+        return Outputs.trusted(**{name: getattr(self, name) for name in ("outputs", "targets", "columns", *names)})
 
     def with_targets(self, targets: Tensor) -> Outputs:
         """The same with these targets, which were checked elsewhere."""
@@ -146,7 +152,7 @@ class Outputs:
         return Outputs.trusted(**{**vars(self), "outputs": outputs})
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
-        return Outputs.trusted(**{name: None if part is None else change(part) for name, part in vars(self).items()})
+        return Outputs.trusted(**vars(self) | {name: change(part) for name, part in self.parts().items()})
 
 
 def in_columns(block: Tensor) -> Tensor:  # (N, D)
@@ -159,7 +165,9 @@ def join(parts: list[Outputs]) -> Outputs:
     parts = [part for part in parts if part.outputs.ndim and len(part)]
     if not parts:
         raise DataError("Expected at least one data point, got none: the loader is empty.")
-    return Outputs(**{name: stack([getattr(part, name) for part in parts], name) for name in NAMES})  # type: ignore[arg-type]
+    columns = {part.columns for part in parts}
+    joined: dict[str, Any] = {name: stack([getattr(part, name) for part in parts], name) for name in NAMES}
+    return Outputs(**joined, columns=columns.pop() if len(columns) == 1 else None)
 
 
 def stack(parts: list[Tensor | None], name: str) -> Tensor | None:
@@ -172,3 +180,13 @@ def stack(parts: list[Tensor | None], name: str) -> Tensor | None:
     if len(widths) > 1:
         raise DataError(f"Expected {name} of one width, got batches of widths {sorted(widths)}.")
     return torch.cat(present) if present else None
+
+
+def require_same_columns(fitted: tuple[str, ...] | None, found: tuple[str, ...] | None) -> None:
+    """Refuses outputs from other columns than those of the fit, or in another order, where both are known."""
+    if fitted is None or found is None or fitted == found:
+        return
+    if sorted(fitted) == sorted(found):
+        advice = f'name them as there: --outputs {",".join(fitted)} (columns={{"outputs": [...]}})'
+        raise DataError(f"Expected outputs in the order of the fit, got {listed(found)}: {advice}.")
+    raise DataError(f"Expected outputs from the columns of the fit, {listed(fitted)}, got {listed(found)}.")

@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from posthoc.collect.loaders import TEXT_ADVICE, Array, tensor_of
+from posthoc.collect.loaders import TEXT_ADVICE, Array, listed, tensor_of
 from posthoc.collect.outputs import NAMES
 from posthoc.errors import DataError, FileError, OptionError, PosthocError
 from posthoc.optional import require
 
 Columns = Mapping[str, str | Sequence[str]]
 """Which columns hold what: a name, a pattern or a list of them for "outputs", "targets", "features", "inputs"."""
-
-NAMES_SHOWN = 40
 
 
 def choose(path: Path, names: list[str], columns: Columns | None) -> dict[str, list[str]]:
@@ -63,22 +60,22 @@ def in_order(names: list[str]) -> list[str]:
     return sorted(names, key=lambda name: numbers[name]) if len(prefixes) == 1 and None not in prefixes else names
 
 
-def assemble(
-    chosen: Mapping[str, list[str]], columns: Columns | None, values: Mapping[str, Array]
-) -> dict[str, Tensor]:
+def assemble(chosen: Mapping[str, list[str]], columns: Columns | None, values: Mapping[str, Array]) -> dict[str, Any]:
     """Columns as arrays: whole numbers are classes among the targets, and real numbers elsewhere."""
-    tensors = {}
+    parts: dict[str, Any] = {}
     for array, names in chosen.items():
-        parts = [values[name] for name in names]
-        if not len(parts[0]):
+        blocks = [values[name] for name in names]
+        if not len(blocks[0]):
             raise DataError("Expected at least one row, got none: the table has nothing but its header.")
         # One column that was named is taken as it is, and not as a matrix of one.
         alone = names == [array if columns is None else columns[array]]
-        joined = parts[0] if alone else np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+        joined = blocks[0] if alone else np.concatenate([block.reshape(len(block), -1) for block in blocks], axis=1)
         if joined.dtype.kind in "iub":
             joined = joined.astype(np.int64 if array == "targets" else np.float64)
-        tensors[array] = tensor_of(joined, array)
-    return tensors
+        parts[array] = tensor_of(joined, array)
+    if columns is not None and len(chosen["outputs"]) == parts["outputs"].shape[1:].numel():
+        parts["columns"] = tuple(chosen["outputs"])
+    return parts
 
 
 def used(chosen: Mapping[str, list[str]]) -> list[str]:
@@ -89,15 +86,10 @@ def unreadable(path: Path, form: str, error: Exception) -> FileError:
     return FileError(f"Expected {form}, found that {path} cannot be read ({error}): save it again.")
 
 
-def listed(names: list[str]) -> str:
-    more = f", and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return (", ".join(map(repr, names[:NAMES_SHOWN])) or "none") + more
-
-
 # CSV.
 
 
-def read_csv(path: Path, columns: Columns | None) -> dict[str, Tensor]:
+def read_csv(path: Path, columns: Columns | None) -> dict[str, Any]:
     """The arrays of a text table whose first line names the columns; commas, semicolons or tabs between them."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -144,7 +136,7 @@ def is_number(text: str) -> bool:
 # Parquet.
 
 
-def read_parquet(path: Path, columns: Columns | None) -> dict[str, Tensor]:
+def read_parquet(path: Path, columns: Columns | None) -> dict[str, Any]:
     """The arrays of a Parquet file: a column of numbers each, of lists of one length, or several columns."""
     parquet = require("pyarrow.parquet", "tables", "Reading Parquet")
     try:
