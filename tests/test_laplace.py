@@ -238,7 +238,7 @@ def test_what_is_not_linear_in_the_features_is_refused():
     conv = nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 3, 3), nn.Flatten()
     for layers, message in (
         ((nn.Linear(3, 3), nn.Tanh()), "the layer '0' to give the outputs"),
-        ((nn.Linear(3, 2), nn.ConstantPad1d((1, 0), 0.0)), "not the last layer"),
+        ((nn.Linear(3, 2), nn.ConstantPad1d((1, 0), 0.0)), "residual of inf"),
         (conv, r"nn\.Linear"),
     ):
         with pytest.raises(LayerError, match=message):
@@ -267,11 +267,9 @@ def test_bad_data_is_refused():
     for options in ({"curvature": "block"}, *({"prior_precision": wrong} for wrong in ("best", 0.0, math.inf, True))):
         with pytest.raises(OptionError):
             Laplace(None, "classification", **options)
-    data = Outputs(torch.zeros(3, 1000), torch.arange(3), torch.zeros(3, 2048))
-    with pytest.raises(OptionError, match=r'need 1.34e\+05 GB\. Use curvature="kron" \(0.23 GB\) or curvature="diag"'):
-        Laplace(None, "classification", curvature="full").fit(data)
-    with pytest.raises(OptionError, match="allow more with max_gigabytes"):
-        Laplace(None, "classification", curvature="diag", max_gigabytes=0.01).fit(data)
+    for form, needed in (("kron", "2.02e-06"), ("full", "1.09e-05"), ("diag", "5.76e-07")):
+        with pytest.raises(OptionError, match=f'"{form}" needs {needed} GB, 1e-07 GB are allowed.*max_gigabytes'):
+            Laplace(None, "classification", curvature=form, max_gigabytes=1e-7).fit(data)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -19,9 +19,8 @@ from posthoc.config import MethodConfig, option
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.laplace.laplace import linearized
+from posthoc.methods.laplace.laplace import linearized, use_one_unit
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
-from posthoc.methods.laplace.posterior import use_one_unit
 from posthoc.methods.weights.network import NetworkMethod
 from posthoc.numerics import rows_that_fit
 from posthoc.optional import require

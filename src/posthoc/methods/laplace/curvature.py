@@ -90,23 +90,23 @@ class RotatedLatent(Latent):
 
 
 def sum_curvature(
-    parts: Iterable[tuple[Tensor, Tensor | None]], form: Form, num_outputs: int, *, bias: bool, share: float
+    parts: Iterable[tuple[Tensor, Tensor]], form: Form, num_outputs: int, *, classes: bool, bias: bool, share: float
 ) -> Curvature:
     """The curvature of the loss, summed over the data; in regression under unit noise.
 
     Args:
-        parts: Some rows at a time: features (n, D) and class probabilities (n, C), or None in regression.
+        parts: Some rows at a time: features (n, D) and class probabilities (n, C), which regression ignores.
         form: "kron", "full" or "diag".
         num_outputs: C.
+        classes: Whether the task is classification.
         bias: Whether the last feature is the constant.
         share: The number of points that each row stands for.
     """
-    rows, classes = 0, True
-    sums: list[Tensor] = []
+    rows, sums = 0, [torch.zeros(())]
     for x, p in parts:
-        rows, classes = rows + len(x), p is not None
-        more = sums_of_classes(x, p, form) if p is not None else [x.mT @ x]
-        sums = [total.add_(part) for total, part in zip(sums, more, strict=True)] if sums else more
+        more = sums_of_classes(x, p, form) if classes else [x.mT @ x]
+        sums = [total.add_(part) for total, part in zip(sums, more, strict=True)] if rows else more
+        rows += len(x)
     if classes and form == "diag":
         return Separable(share * sums[0])
     if classes and form == "full":
@@ -142,21 +142,13 @@ def sums_of_classes(x: Tensor, p: Tensor, form: Form) -> list[Tensor]:
 
 
 def require_room(form: Form, num_outputs: int, num_features: int, *, classes: bool, gigabytes: float) -> None:
-    """Refuses, before the work, a form whose matrices would not fit."""
+    """Refuses a form whose matrices would not fit."""
     joint = num_outputs * num_features
-    numbers = {
-        "kron": num_features**2 + (num_outputs**2 if classes else 0) + joint,
-        "full": joint**2 if classes else num_features**2,
-        "diag": joint,
-    }
-    needed = {name: COPIES * 8 * count / 1e9 for name, count in numbers.items()}
-    if needed[form] > gigabytes:
-        others = [f'curvature="{name}" ({size:.2g} GB)' for name, size in needed.items() if size <= gigabytes]
-        raise OptionError(
-            f'Expected curvature="{form}" to fit into {gigabytes:g} GB, found that its matrices need '
-            f"{needed[form]:.3g} GB. Use {' or '.join(others) or 'another method'}, or allow more with "
-            "max_gigabytes=...."
-        )
+    sides = {"kron": [num_features, num_outputs * classes], "full": [joint if classes else num_features], "diag": []}
+    needed = COPIES * 8 * (joint + sum(side**2 for side in sides[form])) / 1e9
+    if needed > gigabytes:
+        advice = 'curvature="kron" or "diag", or allow more with max_gigabytes'
+        raise OptionError(f'curvature="{form}" needs {needed:.3g} GB, {gigabytes:g} GB are allowed. Use {advice}.')
 
 
 def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from posthoc.base import Job, Method
+import torch
+from torch import Tensor, nn
+
+from posthoc.base import CHUNK, Fitted, Job, Method
+from posthoc.collect.outputs import Outputs
 from posthoc.config import FeatureConfig, option
-from posthoc.errors import OptionError
+from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.registry import make_likelihood
-from posthoc.methods.laplace.curvature import Form, require_room
-from posthoc.methods.laplace.last_layer import find_last_layer, require_last_layer
-from posthoc.methods.laplace.posterior import Posterior, fit_posterior, refine
+from posthoc.methods.laplace.curvature import Curvature, Dense, Form, Separable, require_room, sum_curvature
+from posthoc.methods.laplace.last_layer import find_last_layer, pieces, require_last_layer, with_one
+from posthoc.methods.laplace.marginal_likelihood import best_evidence
+from posthoc.numerics import rows_that_fit
+from posthoc.predictive.base import Predictive
+from posthoc.predictive.latent import IndependentLatent
+
+GRID = range(-6, 7)
+"""Powers of ten that the prior precision is multiplied by on validation data, before the best is refined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,24 +85,42 @@ class Laplace(Method):
         return float(self.posterior.log_precision.detach().exp())
 
     def _fit(self, job: Job) -> Posterior:
-        prior, form = self.config.prior_precision, self.config.curvature
+        prior, form, train, device = self.config.prior_precision, self.config.curvature, job.train, job.device
         if prior == "val" and job.val is None:
-            raise OptionError(
-                'prior_precision="val" is chosen on validation data: give fit(..., val=...), or use "marglik".'
-            )
-        train, device = job.train, job.device
-        if train.features is not None:
-            outputs, features = train.outputs.shape[1:].numel(), train.features.shape[1] + 1
-            classes = self._likelihood.task == "classification"
-            require_room(form, outputs, features, classes=classes, gigabytes=self.config.max_gigabytes)
-        posterior = fit_posterior(
-            train.only("features"),
-            find_last_layer(self.backbone, train, device),
-            self._start_likelihood(train, device),
-            form,
+            raise OptionError('prior_precision="val" needs validation data: give fit(..., val=...), or use "marglik".')
+        layer = find_last_layer(self.backbone, train, device)
+        bias, (width, num_features) = layer.bias is not None, layer.weight.shape
+        classes = self._likelihood.task == "classification"
+        require_room(form, width, num_features + bias, classes=classes, gigabytes=self.config.max_gigabytes)
+        likelihood = self._start_likelihood(train, device)
+        error, share = torch.zeros(width, dtype=torch.float64, device=device), job.num_data / len(train)
+
+        def parts() -> Iterator[tuple[Tensor, Tensor]]:
+            for x, outputs, targets in pieces(train, device):
+                if isinstance(likelihood, Categorical):
+                    outputs = (outputs / likelihood.temperature.detach()).softmax(-1)
+                else:
+                    error.add_((targets - outputs).square().sum(0))
+                yield with_one(x) if bias else x, outputs
+
+        curvature = sum_curvature(parts(), form, width, classes=classes, bias=bias, share=share)
+        values, count, errors = curvature.values, share * len(train), share * error
+        if isinstance(likelihood, Categorical):
+            values = values.reshape(1, -1) / likelihood.temperature.detach().square()
+        elif isinstance(likelihood, Gaussian) and likelihood.noise_form == "shared":
+            use_one_unit(likelihood)
+            values, count, errors = values.reshape(1, -1), count * width, errors.sum()[None]
+        noise, precision = best_evidence(
+            values,
+            sum(float(part.square().sum()) for part in layer if part is not None),
+            count=count,
+            square_error=None if classes else errors,
             precision=prior if isinstance(prior, float) else None,
-            share=job.num_data / len(train),
         )
+        if isinstance(likelihood, Gaussian):
+            likelihood.set_noise(noise)
+        posterior = Posterior(curvature, likelihood, num_features=num_features, bias=bias).to(device)
+        nn.init.constant_(posterior.log_precision, math.log(precision))
         if prior == "val" and job.val is not None:
             refine(posterior, job.val.only("features"))
         return posterior
@@ -100,7 +130,73 @@ class Laplace(Method):
         return ("features",)
 
     def _blank(self, shapes: Mapping[str, Any]) -> Posterior:
-        return Posterior.blank(self._blank_likelihood(), shapes)
+        zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes["matrices"].items()}
+        curvature: Curvature = Dense(**zeros) if "vectors" in zeros else Separable(**zeros)
+        likelihood = self._blank_likelihood()
+        return Posterior(curvature, likelihood, num_features=shapes["num_features"], bias=shapes["bias"])
+
+
+class Posterior(Fitted):
+    """The curvature of the loss, the precision δ of the weights' prior, and the likelihood."""
+
+    reads = ("features",)
+    curvature: Curvature
+
+    def __init__(self, curvature: Curvature, likelihood: Likelihood, *, num_features: int, bias: bool) -> None:
+        matrices = {name: list(tensor.shape) for name, tensor in curvature.state_dict().items()}
+        metadata = {"matrices": matrices, "num_features": num_features, "bias": bias}
+        super().__init__(likelihood, metadata, curvature=curvature)
+        self.num_features, self.bias = num_features, bias
+        self.log_precision = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def rows_at_once(self, outputs: int, *, dense: bool) -> int:
+        return rows_that_fit(self.curvature.width)
+
+    def predictive(self, outputs: Outputs, *, covariance: bool = False) -> Predictive:
+        """The predictive distribution of some rows."""
+        features, likelihood, precision = outputs.features, self.likelihood, self.log_precision.exp()
+        if features is None or features.shape[1] != self.num_features:
+            found = "none" if features is None else features.shape[1]
+            raise DataError(f"Expected features of width {self.num_features} as in fit, got {found}.")
+        x = with_one(features.double()) if self.bias else features.double()
+        if isinstance(likelihood, Categorical):
+            latent = self.curvature.latent(x, precision, likelihood.temperature.square())
+        else:
+            assert isinstance(likelihood, Gaussian)
+            unit = likelihood.scale.square()
+            variance = self.curvature.latent(x, precision, likelihood.noise * unit).variance
+            latent = IndependentLatent(variance / unit)
+        return likelihood.predictive(outputs.outputs, latent, covariance=covariance)
+
+
+def refine(posterior: Posterior, val: Outputs) -> None:
+    """Gives a posterior the prior precision, and in regression the noise, that make validation data likeliest."""
+    likelihood, start = posterior.likelihood, float(posterior.log_precision.detach())
+    learned = [posterior.log_precision]
+    if isinstance(likelihood, Gaussian):
+        learned.append(likelihood.log_noise)
+    search = torch.optim.LBFGS(learned, max_iter=50, tolerance_change=1e-12, line_search_fn="strong_wolfe")
+
+    def loss() -> float:
+        """Minus the mean log-probability, with its gradient where that is enabled."""
+        search.zero_grad()
+        total, size = 0.0, min(CHUNK, rows_that_fit(posterior.curvature.width))
+        for first in range(0, len(val), size):
+            part = val[first : first + size].to(posterior.device)
+            pred = posterior.predictive(part.with_outputs(part.outputs.double()))
+            minus = -pred.log_prob(part.targets).sum() / len(val)
+            if minus.requires_grad:
+                minus.backward()
+            total += float(minus.detach())
+        return total
+
+    @torch.no_grad()
+    def tried(power: int) -> float:
+        posterior.log_precision.fill_(start + power * math.log(10.0))
+        return loss()
+
+    tried(min(GRID, key=tried))
+    search.step(loss)
 
 
 def linearized(likelihood: str | Likelihood) -> Likelihood:
@@ -112,3 +208,8 @@ def linearized(likelihood: str | Likelihood) -> Likelihood:
     if not isinstance(likelihood, Likelihood):
         return Categorical(temperature=1.0, prediction="logit_scaling")
     return make_likelihood({**made.spec(), "temperature": made.fixed_temperature or 1.0})
+
+
+def use_one_unit(likelihood: Gaussian) -> None:
+    """Measures all outputs in one unit, so that they can share one σ²."""
+    likelihood.scale = likelihood.scale.square().mean().sqrt().expand(len(likelihood.scale)).clone()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +27,6 @@ class LastLayer(NamedTuple):
     weight: Tensor  # (C, D)
     bias: Tensor | None = None  # (C,)
 
-    @property
-    def square_norm(self) -> float:
-        """The sum of all squared parameters."""
-        return sum(float(part.square().sum()) for part in self if part is not None)
-
     def __call__(self, features: Tensor) -> Tensor:  # (N, C)
         """The outputs of the layer."""
         outputs = features @ self.weight.mT
@@ -41,20 +36,16 @@ class LastLayer(NamedTuple):
 def require_last_layer(backbone: Backbone | None) -> None:
     """Refuses a network without a layer to take features from."""
     if backbone is not None and not backbone.has_features:
-        raise LayerError(
-            "Expected a network whose last layer is an nn.Linear, found none to take features from. Name the layer "
-            "before the last with layer=..., or give posthoc.Outputs with features."
-        )
+        advice = "Name the layer before the last with layer=..., or give posthoc.Outputs with features."
+        raise LayerError(f"Expected a network whose last layer is an nn.Linear, found none. {advice}")
 
 
 def find_last_layer(backbone: Backbone | None, outputs: Outputs, home: torch.device) -> LastLayer:
     """The layer that turned the features into the outputs: the network's last `nn.Linear` where the features are its
     input, else by least squares. Raises where it does not give the outputs."""
     if outputs.features is None:
-        raise DataError(
-            "Expected features, what the network computes before its last layer, got none: give "
-            "Outputs(outputs, targets, features), or an nn.Module whose last layer is an nn.Linear."
-        )
+        advice = "give Outputs(outputs, targets, features), or an nn.Module whose last layer is an nn.Linear"
+        raise DataError(f"Expected features, the inputs of the last layer, got none: {advice}.")
     if backbone is not None and backbone.takes_input:
         layer, expected = read_layer(backbone, outputs, home), f"the layer {backbone.layer!r} to give the outputs"
     else:
@@ -62,9 +53,8 @@ def find_last_layer(backbone: Backbone | None, outputs: Outputs, home: torch.dev
     found = residual(layer, outputs, home)
     if not found <= MAX_RESIDUAL:
         raise LayerError(
-            f"Expected {expected}, to {MAX_RESIDUAL:.0%} of their spread, found a residual of {found:.3g} of it. Give "
-            "logits (nothing may follow the last nn.Linear) and the features that it takes, or use another method, "
-            "such as fmgp."
+            f"Expected {expected}, to {MAX_RESIDUAL:.0%} of their spread, found a residual of {found:.3g} of it. "
+            "Give what the last nn.Linear returns (logits) and what it takes, or use another method, such as fmgp."
         )
     return layer
 
@@ -72,21 +62,11 @@ def find_last_layer(backbone: Backbone | None, outputs: Outputs, home: torch.dev
 def read_layer(backbone: Backbone, outputs: Outputs, home: torch.device) -> LastLayer:
     """The weights of the last `nn.Linear`. A single logit of two classes stands for the logits [0, z]."""
     assert backbone.module is not None
-    assert outputs.features is not None
-    linear = backbone.module.get_submodule(str(backbone.layer))
-    parts = {name: getattr(linear, name) for name in ("weight", "bias") if getattr(linear, name) is not None}
-    parts = {name: value.detach().to(home, torch.float64) for name, value in parts.items()}
-    width, features = outputs.outputs.shape[1:].numel(), outputs.features.shape[1]
-    if len(parts["weight"]) == 1 and width == 2:
-        parts = {name: torch.cat([torch.zeros_like(value), value]) for name, value in parts.items()}
-    layer = LastLayer(**parts)
-    if layer.weight.shape != (width, features):
-        raise LayerError(
-            f"Expected the layer {backbone.layer!r} to take the {features} features and give the {width} outputs, "
-            f"found one of shape {tuple(layer.weight.shape)}: it is not the last layer. Name the layer before the last "
-            "with layer=..., so that its output is taken as features."
-        )
-    return layer
+    linear: Any = backbone.module.get_submodule(str(backbone.layer))
+    parts = [p.detach().to(home, torch.float64) for p in (linear.weight, linear.bias) if p is not None]
+    if len(parts[0]) == 1 and outputs.outputs.shape[1:].numel() == 2:
+        parts = [torch.cat([torch.zeros_like(p), p]) for p in parts]
+    return LastLayer(*parts)
 
 
 def solve(outputs: Outputs, home: torch.device) -> LastLayer:
@@ -94,10 +74,7 @@ def solve(outputs: Outputs, home: torch.device) -> LastLayer:
     assert outputs.features is not None
     rows, width = outputs.features.shape
     if rows <= width + 1:
-        warn(
-            f"{rows} points are too few to find a last layer of {width} features, or to see whether the outputs are "
-            "linear in them. Give the network, or more points."
-        )
+        warn(f"{rows} points are too few to find a last layer of {width} features. Give the network, or more points.")
     gram = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=home)
     cross = gram.new_zeros(width + 1, outputs.outputs.shape[1:].numel())
     for features, y, _ in pieces(outputs, home):
@@ -112,7 +89,10 @@ def solve(outputs: Outputs, home: torch.device) -> LastLayer:
 
 
 def residual(layer: LastLayer, outputs: Outputs, home: torch.device) -> float:
-    """How far the layer is from giving the outputs, as a share of their spread."""
+    """How far the layer is from giving the outputs, as a share of their spread; infinite if the shapes differ."""
+    assert outputs.features is not None
+    if layer.weight.shape != (outputs.outputs.shape[1:].numel(), outputs.features.shape[1]):
+        return math.inf
     wrong = total = 0.0
     center = columns(outputs.spread(2**16).outputs).mean(0).to(home)
     for x, y, _ in pieces(outputs, home):
