@@ -33,7 +33,6 @@ from posthoc import (
 )
 from posthoc.base import Method
 from posthoc.evaluate.metrics import coverage, width
-from posthoc.io import read_tensors, write_tensors
 from posthoc.predictive.base import LatentGaussian, Predictive
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.conformal import (
@@ -370,25 +369,6 @@ def test_a_saved_calibration_goes_with_its_head(kind, score, tmp_path):
         Conformal.load(tmp_path / "conformal", fitted(task, kind, seed=1, **options)[0])
     with pytest.raises(FileError, match="Expected a conformal that posthoc saved"):
         Conformal.load(tmp_path / "head", method)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"score": {"type": "lucky"}}, "cannot be read by this version of posthoc"),
-        ({"score": {"type": "APS", "colour": 3}}, "cannot be read by this version of posthoc"),
-        ({"score": {"type": "APS", "penalty": -1.0}}, "cannot be read by this version of posthoc"),
-        ({"head": "0" * 64}, "found that of another"),
-    ],
-)
-def test_files_that_were_changed_are_refused(change, message, tmp_path):
-    method, x, y = fitted("classification")
-    method.conformal((x, y)).save(tmp_path / "c")
-    tensors, config = read_tensors(tmp_path / "c", "posthoc-conformal")
-    config = {key: value for key, value in config.items() if key not in ("format", "version")}
-    write_tensors(tmp_path / "c", tensors, "posthoc-conformal", {**config, **change})
-    with pytest.raises(FileError, match=message):
-        Conformal.load(tmp_path / "c", method)
 
 
 @pytest.mark.parametrize("level", [0.0, 1.0, -0.1, 95, math.nan])

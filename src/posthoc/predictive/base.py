@@ -97,8 +97,7 @@ class Rows(ABC):
     def __repr__(self) -> str:
         mean = getattr(self, "latent", self).mean
         dtype, outputs = str(mean.dtype).removeprefix("torch."), mean.shape[1:].numel()
-        device = str(mean.device)
-        return f"{type(self).__name__}(points={len(self)}, {outputs=}, {dtype=!s}, {device=})"
+        return f"{type(self).__name__}(points={len(self)}, {outputs=}, {dtype=!s}, device='{mean.device}')"
 
     def _repr_html_(self) -> str:
         shown: dict[str, list[Any]] = {}
@@ -150,14 +149,11 @@ class LatentGaussian(Rows):
         """
         dtype, variance = working_dtype(outputs), latent.variance
         scale = torch.ones_like(variance) if scale is None else scale.expand(variance.shape)
-        full = latent.covariance() * scale[:, :, None] * scale[:, None, :] if covariance else None
-        return cls(
-            outputs,
-            (variance * scale.square()).to(dtype).reshape(outputs.shape),
-            full_covariance=None if full is None else full.to(dtype),
-            independent=latent.independent,
-            has_variance=latent.has_variance,
-        )
+        variance = (variance * scale.square()).to(dtype).reshape(outputs.shape)
+        full = None
+        if covariance:
+            full = (latent.covariance() * scale[:, :, None] * scale[:, None, :]).to(dtype)
+        return cls(outputs, variance, full, independent=latent.independent, has_variance=latent.has_variance)
 
     @classmethod
     def of_draws(cls, draws: Tensor, *, covariance: bool = False) -> Self:
@@ -179,14 +175,9 @@ class LatentGaussian(Rows):
         full = None
         if covariance:
             deviations = ((f.double() - mean).reshape(len(mean), -1) for f in draws)
-            full = reduce(torch.add, (d[:, :, None] * d[:, None, :] for d in deviations)) / len(draws)
-        return cls(
-            mean.to(dtype),
-            variance.to(dtype),
-            full_covariance=None if full is None else full.to(dtype),
-            independent=False,
-            draws=draws.transpose(0, 1).to(dtype),
-        )
+            full = (reduce(torch.add, (d[:, :, None] * d[:, None, :] for d in deviations)) / len(draws)).to(dtype)
+        by_row = draws.transpose(0, 1).to(dtype)
+        return cls(mean.to(dtype), variance.to(dtype), full, independent=False, draws=by_row)
 
     @property
     def std(self) -> Tensor:
@@ -225,13 +216,8 @@ class LatentGaussian(Rows):
 def require_finite_prediction(predictive: Predictive) -> None:
     """Raises `DataError` for a prediction with NaN or infinity."""
     values = [*vars(predictive).values(), *vars(predictive.latent).values()]
-    parts = [part for part in values if isinstance(part, Tensor) and part.is_floating_point()]
-    largest = [torch.linalg.vector_norm(part, math.inf).double() for part in parts if part.numel()]
-    if largest and not bool(torch.stack(largest).isfinite().all()):
-        raise DataError(
-            "Expected finite predictions, got NaN or infinity from finite outputs: the inputs are too large, or the "
-            "head is damaged. Fit it again."
-        )
+    if not torch.stack([part.isfinite().all() for part in values if isinstance(part, Tensor)]).all():
+        raise DataError("Expected finite predictions, got NaN or infinity: the inputs are too large. Scale them.")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -331,9 +317,8 @@ def rows_in_budget(budget: Any, rows: int) -> int:
     try:
         allowed = index(budget)
     except TypeError:
-        share = number(budget)
         # 0.29 * 100 is a little less than 29 in floating point.
-        allowed = math.floor(share * rows + 1e-9) if 0.0 <= share <= 1.0 else -1
+        allowed = math.floor(number(budget) * rows + 1e-9) if 0.0 <= number(budget) <= 1.0 else -1
     if allowed < 0:
         raise OptionError(f"Expected a share of the rows from 0.0 to 1.0, or a number of rows, got {budget!r}.")
     return allowed

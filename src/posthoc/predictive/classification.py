@@ -14,9 +14,7 @@ from posthoc.errors import OptionError, warn
 from posthoc.predictive.base import By, Predictive, UncertaintyScore, apply_by_rows, row_means
 from posthoc.validation import class_labels, integer
 
-NO_VARIANCE = (
-    "This method gives the logits no variance (it is temperature scaling, or a fit that chose temperature scaling)"
-)
+NO_VARIANCE = "This method gives the logits no variance (it is, or chose, temperature scaling)"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -48,7 +46,8 @@ class ClassificationPredictive(Predictive):
 
     task: ClassVar[str] = "classification"
     uncertainty_scores: ClassVar[Mapping[str, UncertaintyScore]] = {
-        "entropy": lambda pred: apply_by_rows(exact_entropy, pred),
+        # In float64, since float32 would lose the order of very certain predictions.
+        "entropy": lambda pred: apply_by_rows(lambda part: entropy(part.log_probs.double().exp()), pred),
         "least_confidence": lambda pred: -torch.expm1(pred.log_probs.amax(-1).double()),
         "variance": lambda pred: row_means(pred.latent.variance),
         "mutual_information": lambda pred: pred.mutual_information(),
@@ -66,12 +65,10 @@ class ClassificationPredictive(Predictive):
         if not self.keeps_argmax:
             return probs
         top = self.latent.mean.argmax(-1, keepdim=True)
-        moved = probs.argmax(-1, keepdim=True) != top
-        if bool(moved.any()):
-            # Two classes may round to one probability: the class of the largest logit stays first.
-            above = torch.nextafter(probs.amax(-1, keepdim=True), torch.full_like(probs[:, :1], math.inf))
-            probs = torch.where(moved, probs.scatter(-1, top, above), probs)
-        return probs
+        # Two classes may round to one probability: the class of the largest logit stays first.
+        moved, largest = probs.argmax(-1, keepdim=True) != top, probs.amax(-1, keepdim=True)
+        above = torch.nextafter(largest, torch.full_like(largest, math.inf))
+        return probs.scatter(-1, top, torch.where(moved, above, largest))
 
     @property
     def labels(self) -> Tensor:
@@ -91,22 +88,16 @@ class ClassificationPredictive(Predictive):
         Args:
             factor: The factors, (N, 1).
         """
-        dtype, latent = self.log_probs.dtype, self.latent
-        full = latent.full_covariance
-        return replace(
-            self,
-            latent=replace(
-                latent,
-                variance=(latent.variance * factor.square()).to(dtype),
-                full_covariance=None if full is None else (full * factor.square()[:, :, None]).to(dtype),
-            ),
-            log_probs=(self.log_probs.double() / factor).log_softmax(-1).to(dtype),
-            temperature=(self.temperature * factor).to(dtype),
-        )
+        dtype, square, full = self.log_probs.dtype, factor.square(), self.latent.full_covariance
+        if full is not None:
+            full = (full * square[:, :, None]).to(dtype)
+        latent = replace(self.latent, variance=(self.latent.variance * square).to(dtype), full_covariance=full)
+        log_probs = (self.log_probs.double() / factor).log_softmax(-1).to(dtype)
+        return replace(self, latent=latent, log_probs=log_probs, temperature=(self.temperature * factor).to(dtype))
 
     def entropy(self) -> Tensor:
         """The entropy of the class probabilities in nats, (N,): the total uncertainty about the class."""
-        return torch.special.entr(self.log_probs.exp()).sum(-1)
+        return entropy(self.log_probs.exp())
 
     def mutual_information(self, samples: int = 256, generator: torch.Generator | None = None) -> Tensor:
         """The mutual information of class and function in nats (BALD), (N,), from draws of the logits.
@@ -131,8 +122,7 @@ class ClassificationPredictive(Predictive):
         logits = self.latent.draws  # (N, S, C); the average over them does not depend on their order
         logits = self.latent.sample(samples, generator) if logits is None else logits.transpose(0, 1)
         p = (logits / self.temperature).softmax(-1)
-        expected = torch.special.entr(p).sum(-1).mean(0)
-        return (torch.special.entr(p.mean(0)).sum(-1) - expected).clamp_min(0.0)
+        return (entropy(p.mean(0)) - entropy(p).mean(0)).clamp_min(0.0)
 
     def log_prob(self, y: Any) -> Tensor:
         """The log-probability of class labels, (N,)."""
@@ -153,6 +143,6 @@ class ClassificationPredictive(Predictive):
         return {"probs": self.probs, "labels": self.labels, "entropy": self.entropy()}
 
 
-def exact_entropy(pred: ClassificationPredictive) -> Tensor:
-    """The entropy in float64; float32 would lose the order of very certain predictions."""
-    return torch.special.entr(pred.log_probs.double().exp()).sum(-1)
+def entropy(probs: Tensor) -> Tensor:
+    """The entropy of probabilities (..., C)."""
+    return torch.special.entr(probs).sum(-1)

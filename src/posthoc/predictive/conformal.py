@@ -28,18 +28,8 @@ from posthoc.validation import choice, class_labels, integer, regression_targets
 FORMAT = "posthoc-conformal"
 
 
-class Score(ABC):
-    """How badly a value fits a prediction. Every function has the guarantee; a good one gives small answers."""
-
-    task: ClassVar[str]
-
-    @abstractmethod
-    def of(self, pred: Any, y: Any) -> Tensor:
-        """The scores of the true values in float64, (N,), or (N, outputs) if each output has its own."""
-
-
 @dataclass(frozen=True)
-class Residual(Score):
+class Residual:
     """|y - mean| / std: the intervals are proportional to the standard deviation.
 
     Args:
@@ -50,11 +40,12 @@ class Residual(Score):
     joint: bool = False
 
     def of(self, pred: RegressionPredictive, y: Any) -> Tensor:
+        """The scores of the true values in float64, (N,), or (N, outputs) if each output has its own."""
         score = (regression_targets(y, pred.mean).double() - pred.mean.double()).abs() / positive_std(pred)
         return score.flatten(1).amax(1) if self.joint and score.ndim > 1 else score
 
 
-class ClassScore(Score):
+class ClassScore(ABC):
     """A score of every class. Unless `allow_empty`, the predicted class has the lowest one, in calibration too: then
     it is in every set, at no cost in coverage."""
 
@@ -65,6 +56,7 @@ class ClassScore(Score):
     def _of_classes(self, pred: ClassificationPredictive) -> Tensor: ...
 
     def of(self, pred: ClassificationPredictive, y: Any) -> Tensor:
+        """The scores of the true classes in float64, (N,)."""
         return self.of_classes(pred).gather(-1, class_labels(y, pred.latent.mean)[:, None]).squeeze(-1)
 
     def of_classes(self, pred: ClassificationPredictive) -> Tensor:
@@ -125,15 +117,17 @@ class APS(ClassScore):
         return torch.empty_like(scores).scatter(-1, order, scores)
 
 
+Score = Residual | ClassScore
+"""How badly a value fits a prediction. Every function has the guarantee; a good one gives small answers."""
 SCORES: dict[str, dict[str, Score]] = {
     "regression": {"per_output": Residual(), "joint": Residual(joint=True)},
     "classification": {"lac": LAC(), "aps": APS(), "raps": APS(penalty=0.01)},
 }
 """The scores of each task by name, the default first."""
-TYPES: dict[str, type[Score]] = {kind.__name__: kind for kind in (Residual, LAC, APS)}
+TYPES = {kind.__name__: kind for kind in (Residual, LAC, APS)}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
     """A score, and its values for n points that neither the network nor the method was fitted on.
 
@@ -153,14 +147,10 @@ class Calibration:
         rank = math.ceil((n + 1) * level - 1e-9)  # 0.07 * 100 is a little more than 7 in floating point
         if rank <= n:
             return self.scores[rank - 1]
-        warn(
-            f"{n} calibration points cannot promise a coverage of {level}: the answer holds everything. It takes at "
-            f"least {math.ceil(level / (1.0 - level) - 1e-9)} points."
-        )
+        needed = math.ceil(level / (1.0 - level) - 1e-9)
+        reason = f"{n} calibration points cannot promise a coverage of {level}, which takes at least {needed} points"
+        warn(f"{reason}: the answer holds everything.")
         return torch.full_like(self.scores[0], math.inf)
-
-    def __repr__(self) -> str:
-        return f"Calibration({self.score!r}, points={len(self.scores)})"
 
 
 class Conformal:
@@ -186,9 +176,7 @@ class Conformal:
         self.method, self.calibration = method, calibration
 
     @classmethod
-    def calibrate(
-        cls, method: Any, parts: Iterable[tuple[Predictive, Tensor]], score: str | Score | None, task: str
-    ) -> Self:
+    def calibrate(cls, method: Any, parts: Iterable[tuple[Any, Tensor]], score: str | Score | None, task: str) -> Self:
         """Calibrates on batches of predictions and targets; only the scores are kept.
 
         Args:
@@ -200,9 +188,9 @@ class Conformal:
         if task not in SCORES:
             raise WrongTaskError(f"Conformal prediction is for {' and '.join(SCORES)}, not for {task}.")
         if not isinstance(score, Score):
-            name = next(iter(SCORES[task])) if score is None else score
-            choice("score", name, tuple(SCORES[task]))
-            score = SCORES[task][name]
+            score = next(iter(SCORES[task])) if score is None else score
+            choice("score", score, tuple(SCORES[task]))
+            score = SCORES[task][score]
         elif score.task != task:
             raise WrongTaskError(f"{type(score).__name__} is for {score.task}; this is a {task}.")
         scores = [score.of(pred, y) for pred, y in parts]
@@ -229,24 +217,17 @@ class Conformal:
     def load(cls, path: str | os.PathLike[str], method: Any) -> Self:
         """A saved calibration of this method; raises `FileError` for that of another head."""
         tensors, config = read_tensors(path, FORMAT)
-        try:
-            spec = dict(config["score"])
-            calibration = Calibration(TYPES[spec.pop("type")](**spec), tensors["scores"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileError(f"{path} cannot be read by this version of posthoc: {error!r:.500}") from error
-        if config.get("head") != method.digest():
-            raise FileError(
-                f"Expected the calibration of this head, found that of another in {path}: its guarantee would be "
-                "void. Load the head it was calibrated with, or calibrate again."
-            )
-        return cls(method, calibration)
+        if config["head"] != method.digest():
+            raise FileError(f"Expected the calibration of this head, found that of another in {path}: calibrate again.")
+        spec = config["score"]
+        return cls(method, Calibration(TYPES[spec.pop("type")](**spec), tensors["scores"]))
 
     def _around(self, pred: Predictive) -> ConformalPredictive:
         kind = ConformalIntervals if isinstance(pred, RegressionPredictive) else ConformalSets
         return kind(pred, self.calibration)
 
     def __repr__(self) -> str:
-        return f"Conformal({self.method!r}, {self.calibration!r})"
+        return f"Conformal({self.method!r}, {self.calibration.score!r}, points={len(self.calibration.scores)})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -267,10 +248,6 @@ class ConformalPredictive(Rows):
     def latent(self) -> LatentGaussian:
         """The Gaussian over the network's outputs."""
         return self.base.latent
-
-    @abstractmethod
-    def covers(self, y: Any, level: float = 0.95) -> Tensor:
-        """Whether observations lie in the answers of this level."""
 
 
 class ConformalIntervals(ConformalPredictive):

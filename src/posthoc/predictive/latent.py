@@ -29,10 +29,10 @@ class Latent(ABC):
 
     def difference(self, top: Tensor) -> Tensor:
         """Var(f_c - f_top) for every output c, (N, C), given one output for each point, (N,)."""
-        v, which = self.covariance(), top[:, None]
-        variance = v.diagonal(dim1=-2, dim2=-1)
-        between = v[torch.arange(len(top), device=top.device), top]
-        total = variance + variance.gather(-1, which) - 2.0 * between
+        which, variance = top[:, None], self.variance
+        total = variance + variance.gather(-1, which)
+        if not self.independent:
+            total = total - 2.0 * self.covariance()[torch.arange(len(top), device=top.device), top]
         return total.clamp_min(0.0).scatter(-1, which, 0.0)
 
     def perturb(self, noise: Tensor) -> Tensor:
@@ -58,10 +58,6 @@ class IndependentLatent(Latent):
     def covariance(self) -> Tensor:
         return torch.diag_embed(self._variance)
 
-    def difference(self, top: Tensor) -> Tensor:
-        total = self._variance + self._variance.gather(-1, top[:, None])
-        return total.scatter(-1, top[:, None], 0.0)
-
 
 class ZeroLatent(IndependentLatent):
     """No variance around network outputs (N, ...): V = 0."""
@@ -69,8 +65,7 @@ class ZeroLatent(IndependentLatent):
     has_variance = False
 
     def __init__(self, outputs: Tensor) -> None:
-        zero = torch.zeros((), dtype=torch.float64, device=outputs.device)
-        super().__init__(zero.expand(len(outputs), outputs.shape[1:].numel()))
+        super().__init__(outputs.new_zeros((), dtype=torch.float64).expand(len(outputs), outputs.shape[1:].numel()))
 
 
 class DenseLatent(Latent):
@@ -105,9 +100,7 @@ def correlate(covariance: Tensor, noise: Tensor) -> Tensor:
     """Standard normal draws (S, N, C) turned into draws with a covariance (N, C, C), which may be singular."""
     # Outputs may be perfectly correlated, or certain. A ridge of a billionth of the variance, or of what float32
     # resolves of it, makes the Cholesky factor exist without a warning.
-    ridge_size = 1e-9 if covariance.dtype == torch.float64 else 1e-6
-    covariance = covariance.double()
-    floor = ridge_size * covariance.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-290)
-    ridge = torch.diag_embed(floor[:, None].expand(covariance.shape[:-1]))
-    factor = cholesky(covariance + ridge, "the covariance across outputs")
+    share, covariance = 1e-9 if covariance.dtype == torch.float64 else 1e-6, covariance.double()
+    ridge = share * covariance.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp_min(1e-290)
+    factor = cholesky(covariance + torch.diag_embed(ridge.expand(covariance.shape[:-1])), "the covariance of outputs")
     return torch.einsum("ncd,snd->snc", factor, noise.double()).to(noise.dtype)

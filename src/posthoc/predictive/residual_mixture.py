@@ -112,9 +112,6 @@ class ResidualMixture:
         """A copy on another device."""
         return ResidualMixture(self.weights.to(device), self.shifts.to(device), self.spreads.to(device))
 
-    def __repr__(self) -> str:
-        return "ResidualMixture(outputs={}, normals={})".format(*self.weights.shape)
-
     @by_rows
     def log_density(self, z: Tensor) -> Tensor:
         """log p(z)."""
@@ -208,9 +205,7 @@ def zero_mean_weights(rows: Tensor, shifts: Tensor) -> Tensor:
     They are n_k / (1 + λ m_k); the multiplier λ is found by repeated search on a grid, which runs on a GPU as well.
     """
     share = rows / rows.sum()
-    places, where = shifts.unique(return_inverse=True)
-    mass = torch.zeros_like(places).index_add(0, where, share)
-    places, mass = places[mass > 0], mass[mass > 0]
+    places, mass = shifts[share > 0], share[share > 0]
     low, high = -1.0 / places.max().clamp_min(TINY_SHIFT), -1.0 / places.min().clamp_max(-TINY_SHIFT)
     parts = torch.linspace(0.0, 1.0, 2**7 + 1, dtype=rows.dtype, device=rows.device)
     for _ in range(9):
@@ -225,10 +220,8 @@ def zero_mean_weights(rows: Tensor, shifts: Tensor) -> Tensor:
 def binned(z: Tensor) -> tuple[Tensor, Tensor]:
     """The values that EM uses and the number of residuals each stands for."""
     z = z.sort().values
-    if len(z) <= 2 * TAIL + BINS:
-        return z, torch.ones_like(z)
-    groups = z[TAIL:-TAIL].tensor_split(BINS)
-    middle = torch.stack([group.mean() for group in groups])
+    groups = z.split(1)
+    if len(z) > 2 * TAIL + BINS:
+        groups = (*groups[:TAIL], *z[TAIL:-TAIL].tensor_split(BINS), *groups[-TAIL:])
     counts = torch.tensor([len(group) for group in groups], dtype=z.dtype, device=z.device)
-    ones = torch.ones(TAIL, dtype=z.dtype, device=z.device)
-    return torch.cat([z[:TAIL], middle, z[-TAIL:]]), torch.cat([ones, counts, ones])
+    return torch.stack([group.mean() for group in groups]), counts
