@@ -211,7 +211,7 @@ def test_the_task_is_known_from_targets_and_outputs():
     assert task(two, integers) == task(two, integers[:, None]) == "classification"
     assert task(two, two) == task(one, one) == task(one[:, None], one) == "regression"
     for outputs, targets in ((one, integers), (two, two.long())):
-        with pytest.raises(OptionError, match="say task="):
+        with pytest.raises(OptionError, match="Give task="):
             task(outputs, targets)
     with pytest.raises(DataError, match="Expected targets"):
         task(two, None)

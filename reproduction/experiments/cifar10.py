@@ -18,7 +18,8 @@ from PIL import Image
 from torch import Tensor
 
 from posthoc.base import Method
-from posthoc.evaluate.evaluate import Evaluation, score
+from posthoc.evaluate import metrics as m
+from posthoc.evaluate.evaluate import Evaluation, details, score
 from posthoc.fmgp import FMGP
 from posthoc.methods import ELLA, MAP, MFVI, SNGP, Laplace, Temperature, VaLLA
 from reproduction.data.images import CIFAR10_CLASSES
@@ -224,17 +225,22 @@ def examples(scored: Evaluation, cifar: Cifar, case: str) -> dict[str, list[dict
     """The most and the least certain test images, as PNG in base64 with their classes."""
     pixels = cifar.images("test").pixels
     first = len(pixels) // 2 if is_half(case) else 0
+    columns = map(scored.scores.column, (m.uncertainty, m.confidence, details))
+    entropy, confidence, classes = (column for column in columns if column is not None)
+    order = entropy.argsort(stable=True)
     return {
         kind: [
             {
-                **row,
-                "target": CIFAR10_CLASSES[row["target"]],
-                "said": CIFAR10_CLASSES[row["said"]],
-                "png": base64.b64encode(png(pixels[first + row["row"]])).decode("ascii"),
+                "row": row,
+                "target": CIFAR10_CLASSES[int(classes[row, 1])],
+                "said": CIFAR10_CLASSES[int(classes[row, 0])],
+                "probability": float(confidence[row]),
+                "entropy": float(entropy[row]),
+                "png": base64.b64encode(png(pixels[first + row])).decode("ascii"),
             }
-            for row in rows
+            for row in rows.tolist()
         ]
-        for kind, rows in scored.examples(EXAMPLES).items()
+        for kind, rows in (("most_certain", order[:EXAMPLES]), ("least_certain", order.flip(0)[:EXAMPLES]))
     }
 
 

@@ -24,6 +24,7 @@ from posthoc.errors import (
 )
 from posthoc.methods import MAP, Temperature
 from reproduction.data import Dataset
+from reproduction.data.images import CIFAR10_CLASSES
 from reproduction.experiments import EXPERIMENTS, Request, cifar_networks, experiment_named, regression
 from reproduction.experiments.ablations import decomposition
 from reproduction.experiments.cifar_networks import CifarResNet, pretrained
@@ -293,6 +294,14 @@ def test_cifar10(cifar, tmp_path):
     outputs = cifar.outputs(20, "test").outputs
     bare = -outputs.outputs.log_softmax(-1)[torch.arange(16), outputs.targets].mean()
     assert documents["resnet20", "map"]["metrics"]["nll"] == pytest.approx(float(bare), rel=1e-5)
+    probs = outputs.outputs.softmax(-1)
+    order = torch.special.entr(probs).sum(-1).argsort().tolist()
+    shown = documents["resnet20", "map"]["examples"]
+    assert [example["row"] for example in shown["most_certain"]] == order[:8]
+    assert [example["row"] for example in shown["least_certain"]] == order[:-9:-1]
+    assert shown["most_certain"][0]["said"] == CIFAR10_CLASSES[int(probs[order[0]].argmax())]
+    assert shown["most_certain"][0]["target"] == CIFAR10_CLASSES[int(outputs.targets[order[0]])]
+    assert shown["most_certain"][0]["probability"] == pytest.approx(float(probs[order[0]].max()), rel=1e-5)
     later = -outputs.outputs.log_softmax(-1)[torch.arange(8, 16), outputs.targets[8:]].mean()
     assert documents["resnet20-half", "map"]["metrics"]["nll"] == pytest.approx(float(later), rel=1e-5)
     with torch.no_grad():

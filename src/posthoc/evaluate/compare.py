@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +32,7 @@ REFUSALS = (DataError, LayerError, MissingExtraError, OptionError)
 """Errors by which a method says that it is not for these data or this model."""
 
 Entry = str | type[Method] | Method | tuple[str | type[Method], Mapping[str, Any]]
+Candidate = tuple[type[Method] | Method, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,6 @@ class Row:
     """The standard errors of metrics over test sets of this size."""
     curves: dict[str, Any] = field(default_factory=dict)
     """Those of `posthoc.evaluate.evaluate.Evaluation.curves`, for a report."""
-    examples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """The rows that a classifier is most and least certain of."""
     selection: str = ""
     """What the method chose by itself, in words."""
     error: str | None = None
@@ -122,14 +120,13 @@ class Comparison:
             title: The table's title.
         """
         from rich.console import Console
-        from rich.markup import escape
 
         if console is None:
             console = Console(width=None if Console().is_terminal else 200)  # a file has room for every column
         if self.figures:
             console.print(tables.rich_table(self.columns, self.estimates, title))
         for note in self.notes():
-            console.print(escape(note), highlight=False, soft_wrap=True)
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -200,25 +197,23 @@ def compare(
     train, test, val, ood = reread("train", train), reread("test", test), reread("val", val), reread("ood", ood)
     entries = named(methods)
     if task is None:
-        made = (entry.likelihood.task for entry in entries.values() if isinstance(entry, Method))
-        task = next(made, None) or task_of(model, train)
+        tasks = [method.likelihood.task for method, _ in entries.values() if isinstance(method, Method)]
+        task = tasks[0] if tasks else task_of(model, train)
     likelihood = make_likelihood(task)
     require_ood_task(likelihood.task, ood)
     common = {"layer": layer, "outputs_are": outputs_are, "device": device, "seed": seed, "progress": progress}
 
-    def make(entry: Entry) -> Method:
-        if isinstance(entry, Method):
-            if entry.likelihood.task == likelihood.task:
-                return entry
-            raise OptionError(f"Expected a method for {likelihood.task}, got one for {entry.likelihood.task}.")
-        kind, options = entry if isinstance(entry, tuple) else (entry, {})
-        kind = method_named(kind) if isinstance(kind, str) else kind
-        return kind(model, copy.deepcopy(likelihood), **{**kind.known_options(common), **options})
+    def make(method: type[Method] | Method, options: Mapping[str, Any]) -> Method:
+        if not isinstance(method, Method):
+            return method(model, copy.deepcopy(likelihood), **{**method.known_options(common), **options})
+        if method.likelihood.task != likelihood.task:
+            raise OptionError(f"Expected a method for {likelihood.task}, got one for {method.likelihood.task}.")
+        return method
 
-    for entry in entries.values():
-        if isinstance(entry, tuple):
-            make(entry)  # wrong options are reported before the work
-    rows = [trial(name, partial(make, entry), train, test, val, ood) for name, entry in entries.items()]
+    for method, options in entries.values():
+        if options:
+            make(method, options)  # wrong options are reported before the work
+    rows = [trial(name, partial(make, *entry), train, test, val, ood) for name, entry in entries.items()]
     return Comparison(likelihood.task, tuple(rows))
 
 
@@ -245,30 +240,32 @@ def trial(name: str, make: Callable[[], Method], train: Any, test: Any, val: Any
         figures,
         evaluation.scores.standard_errors(),
         evaluation.curves(),
-        evaluation.examples(),
         str(getattr(method, "selection_", None) or ""),
         fitted=method,
     )
 
 
-def named(methods: str | Iterable[Entry] | Mapping[str, Entry]) -> dict[str, Entry]:
-    """Entries by the names they have in the table; the second of a name is its number 2."""
+def named(methods: str | Iterable[Entry] | Mapping[str, Entry]) -> dict[str, Candidate]:
+    """Methods and their options by the names they have in the table; the second of a name is its number 2."""
     if isinstance(methods, Mapping):
-        return dict(methods)
+        return {name: method_and_options(entry) for name, entry in methods.items()}
     if isinstance(methods, str):
-        methods = list(REGISTRY) if methods == "all" else [methods]
-    entries: dict[str, Entry] = {}
-    counts: Counter[str] = Counter()
-    for entry in methods:
-        kind = entry[0] if isinstance(entry, tuple) else entry
-        kind = method_named(kind) if isinstance(kind, str) else kind  # refuses unknown names
-        if not isinstance(kind, Method) and not (isinstance(kind, type) and issubclass(kind, Method)):
-            raise OptionError(f"Expected methods by name, by class or as objects, got a {type(kind).__name__}.")
-        counts[kind.name] += 1
-        entries[kind.name if counts[kind.name] == 1 else f"{kind.name} {counts[kind.name]}"] = entry
+        methods = REGISTRY if methods == "all" else [methods]
+    entries: dict[str, Candidate] = {}
+    for method, options in map(method_and_options, methods):
+        count = sum(other.name == method.name for other, _ in entries.values())
+        entries[f"{method.name} {count + 1}" if count else method.name] = method, options
     if not entries:
         raise OptionError("Expected at least one method, got none.")
     return entries
+
+
+def method_and_options(entry: Entry) -> Candidate:
+    method, options = entry if isinstance(entry, tuple) else (entry, {})
+    method = method_named(method) if isinstance(method, str) else method
+    if isinstance(method, Method) or (isinstance(method, type) and issubclass(method, Method)):
+        return method, options
+    raise OptionError(f"Expected methods by name, by class or as objects, got a {type(method).__name__}.")
 
 
 def reread(name: str, data: Any) -> Any:
@@ -295,7 +292,5 @@ def task_of(model: nn.Module | Callable[..., Any] | None, data: Any) -> str:
         return "regression"
     if outputs.shape[1:].numel() > 1 and targets.shape[1:].numel() == 1:
         return "classification"
-    raise OptionError(
-        "Expected real targets, or integers for a network with several outputs, to know the task by; got integers for "
-        f'outputs of shape {tuple(outputs.shape)}: say task="regression" or "classification" (--task).'
-    )
+    shape = tuple(outputs.shape)
+    raise OptionError(f'Give task="regression" or "classification": integer targets for outputs {shape} may be either.')

@@ -1,4 +1,4 @@
-"""Scores of a fitted method on data that neither it nor the network has seen: figures, curves and examples."""
+"""Scores of a fitted method on data that neither it nor the network has seen: figures and curves."""
 
 from __future__ import annotations
 
@@ -89,21 +89,6 @@ class Evaluation:
         if self.classes and entropy is not None:
             curves["entropy"] = entropies(entropy, outside, self.classes)
         return curves
-
-    def examples(self, count: int = 8) -> dict[str, list[dict[str, Any]]]:
-        """The rows a classifier is most and least certain of: row, target, predicted class, probability, entropy."""
-        entropy, confidence, shown = map(self.scores.column, (m.uncertainty, m.confidence, details))
-        if entropy is None or confidence is None or shown is None:
-            return {}
-        names = ("row", "target", "said", "probability", "entropy")
-        order = entropy.argsort(stable=True)
-        examples = {}
-        for kind, rows in (("most_certain", order[:count]), ("least_certain", order.flip(0)[:count])):
-            labels, targets = shown[rows].long().T
-            columns = (rows, targets, labels, confidence[rows], entropy[rows])
-            lines = zip(*map(Tensor.tolist, columns), strict=True)
-            examples[kind] = [dict(zip(names, line, strict=True)) for line in lines]
-        return examples
 
 
 def score(method: Method, test: Any, ood: Any = None, *, device: torch.device | None = None) -> Evaluation:

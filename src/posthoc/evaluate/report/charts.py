@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,6 @@ STYLE = {
     "grid.color": plots.RULE,
     "grid.linewidth": 0.7,
     "svg.fonttype": "none",
-    "svg.hashsalt": "posthoc",
     "text.color": plots.INK,
     "text.parse_math": False,
 }
@@ -182,12 +181,9 @@ def draw_swatch(number: int, ax: Axes) -> None:
 
 
 def draw_svg(draw: Draw, label: str, name: str, size: tuple[float, float]) -> Markup:
-    """A chart of a size in inches, ready to stand in a page.
-
-    Styles become attributes, which the page's policy allows. Colors become variables of the style sheet. Ids begin with
-    `name`. A group `series-N` gets a class and its number.
-    """
-    with require("matplotlib", "plots", "Drawing the charts of a report").rc_context(STYLE):
+    """A chart of a size in inches, ready to stand in a page where no other has its name."""
+    matplotlib = require("matplotlib", "plots", "Drawing the charts of a report")
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):  # ids follow from it
         from matplotlib.figure import Figure
 
         figure = Figure(size, facecolor="none")
@@ -196,37 +192,32 @@ def draw_svg(draw: Draw, label: str, name: str, size: tuple[float, float]) -> Ma
         plots.bare(ax)
         draw(ax)
         file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    root = ElementTree.fromstring(file.getvalue())
-    for child in [*root]:  # without metadata, and definitions of a style that the page has itself
-        if not child.tag.endswith("}g") and child.find(".//{*}clipPath") is None:
-            root.remove(child)
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = " ".join(file.getvalue().split())
+    root = ElementTree.fromstring(text)
+    root.remove(root[0])  # a style, which the page has itself
     for element in root.iter():
-        tidy(element, name)
+        tidy(element, set(re.findall(r"#(\w+)", text)))
     described = {"class": "chart", "role": "img", "aria-label": label}
     viewbox = {"viewBox": root.attrib["viewBox"]}
     root.attrib = viewbox | (described if label else {"class": "swatch", "aria-hidden": "true"})
     return Markup(ElementTree.tostring(root, encoding="unicode"))  # ElementTree has escaped all text
 
 
-def tidy(element: ElementTree.Element, prefix: str) -> None:
-    """One element of an SVG as `draw_svg` describes it."""
+def tidy(element: ElementTree.Element, references: Container[str]) -> None:
+    """Makes styles of an SVG's element attributes, which the page's policy allows, and colors variables of its style
+    sheet. A group `series-N` gets a class and its number; other ids stay if something refers to them."""
     element.tag = element.tag.rpartition("}")[2]
-    element.tail = None
-    element.text = (element.text or "").strip() or None
     attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
     for declaration in filter(None, attributes.pop("style", "").split(";")):
         name, value = (part.strip() for part in declaration.split(":", 1))
         if name not in ("font-family", "font"):
             attributes[name] = VARIABLES.get(value, value)
-    attributes |= {"d": " ".join(attributes["d"].split())} if "d" in attributes else {}
     name = attributes.pop("id", "")
     if name.startswith("series-"):
         attributes |= {"class": "series", "data-m": name.removeprefix("series-")}
-    elif re.fullmatch(r"[mpC]\w*[0-9a-f]{6,}\w*", name):  # markers and clip paths are referred to, groups are not
-        attributes["id"] = f"{prefix}-{name}"
-    for key in {"href", "clip-path"} & attributes.keys():
-        attributes[key] = attributes[key].replace("#", f"#{prefix}-")
+    elif name in references:
+        attributes["id"] = name
     element.attrib = attributes
 
 

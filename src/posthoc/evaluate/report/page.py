@@ -106,11 +106,10 @@ def verdict_of(case: CaseSummary) -> str:
     return text
 
 
-def examples_of(case: CaseSummary) -> tuple[str, dict[str, list[dict[str, Any]]]] | None:
-    """The examples of the first run of the method with the lowest NLL that has any, and its title."""
-    nll = case.estimates("nll")
-    ranked = sorted(case.methods, key=lambda each: nll[each.method].mean if each.method in nll else math.inf)
-    return next(((method.title, run.examples) for method in ranked for run in method.counted if run.examples), None)
+def pictured(case: CaseSummary) -> Record | None:
+    """The run of lowest NLL that has pictures."""
+    runs = [run for run in case.runs if run.examples and run.problem is None]
+    return min(runs, key=lambda run: run.figures.get("nll", math.inf), default=None)
 
 
 def distinct(facts: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -118,25 +117,11 @@ def distinct(facts: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(" · ".join(map(" ".join, described(fact).items())) for fact in facts if fact))
 
 
-def options_of(case: CaseSummary) -> list[tuple[str, dict[str, str]]]:
-    """Options in words: those that all methods share once, then each method's own."""
-    options = [(method.title, options_in(method)) for method in case.methods if method.applies]
-    common = set.intersection(*(set(each.items()) for _, each in options)) if len(options) > 1 else set()
-    shared = {name: value for name, value in options[0][1].items() if (name, value) in common} if common else {}
-    own = [(title, {name: each[name] for name in each if name not in shared}) for title, each in options]
-    return [("All methods", shared), *own] if shared else own
-
-
-def options_in(method: MethodSummary) -> dict[str, str]:
-    """The options of a method's runs that are set, by name; those that differ between seeds say so."""
-    values: dict[str, set[str]] = {}
-    for run in method.runs:
-        own = {name: value for name, value in run.configuration.items() if not isinstance(value, dict | list)}
-        options = run.configuration.get("options")
-        for name, text in described(own | (options if isinstance(options, dict) else {})).items():
-            values.setdefault(name.replace("_", " "), set()).add(text)
-    values.pop("method", None)
-    return {name: texts.pop() if len(texts) == 1 else "varies with the seed" for name, texts in values.items()}
+def options_of(method: MethodSummary) -> dict[str, str]:
+    """The configuration of a method's first run, by name."""
+    configuration = method.runs[0].configuration
+    own = {name: value for name, value in configuration.items() if not isinstance(value, dict | list)}
+    return described(own | configuration.get("options", {}))
 
 
 def duration(runs: Sequence[Record]) -> str:
@@ -150,7 +135,7 @@ def methods_explained(records: Iterable[Record]) -> list[tuple[str, str]]:
     titles = {record.method: record.title for record in records}
     explained = []
     for method in sorted(titles, key=registry_order):
-        for name in registered(method)[-1:]:
+        if name := registered(method):
             summary = (inspect.getdoc(REGISTRY[name]) or "").partition("\n\n")[0].replace("\n", " ")
             sentence = re.split(r"(?<=[.:]) (?=[A-Z])", summary)[0].replace("`", "")
             explained.append((titles[method], sentence))

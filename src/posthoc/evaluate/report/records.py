@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,19 @@ LARGEST_VALUE = 1e150
 """Figures beyond it count as infinite, so that sums of their squares do not overflow."""
 NOT_FIGURES = ("seed", "error", "traceback")
 """Entries of a comparison's document that may be numbers or missing, and are no figures."""
-EXAMPLES, MOST = ("most_certain", "least_certain"), 8
-"""The kinds of examples, and how many of each are kept."""
 
 Curve = dict[str, np.ndarray[Any, Any]]
 """Columns of numbers by name; NaN where there is none."""
 
 CURVES = {
-    "reliability": (("confidence", "accuracy", "share"), ("count",)),
-    "entropy": (("in", "edges"), ("out",)),
-    "risk_coverage": (("coverage", "risk"), ()),
-    "calibration": (("level", "coverage"), ()),
-    "error_bars": (("target", "mean", "low", "high"), ()),
-    "band": (("x", "mean", "low", "high"), ("points",)),
+    "reliability": {"confidence", "accuracy", "share"},
+    "entropy": {"in", "edges"},
+    "risk_coverage": {"coverage", "risk"},
+    "calibration": {"level", "coverage"},
+    "error_bars": {"target", "mean", "low", "high"},
+    "band": {"x", "mean", "low", "high"},
 }
-"""The columns that a curve must have, and those that it may have."""
+"""The columns that a curve must have."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,8 @@ class Record:
     curves: dict[str, Curve] = field(default_factory=dict)
     lines: dict[str, Curve] = field(default_factory=dict)
     """Figures along something (rotation, severity): `x` and a column a figure."""
-    undrawn: tuple[str, ...] = ()
-    """The names of curves that cannot be drawn."""
     examples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Pictures that a classifier is most and least certain of."""
     selection: str = ""
     """What the method chose, in words."""
     problem: str | None = None
@@ -82,19 +79,15 @@ def read_record(root: Path, place: Path) -> Record:
     """
     try:
         document = json.loads((root / place).read_text(encoding="utf-8"))
-    except (RecursionError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"it is not JSON ({error})") from error
-    is_run = isinstance(document, dict) and type(document.get("seed")) is int
-    if not is_run or not all(isinstance(document.get(name), str) for name in ("method", "task")):
+    if not isinstance(document, dict) or not {"method", "seed", "task"} <= document.keys():
         raise ValueError("it is not the document of a run")
     configuration = nested(document, "configuration")
     if "experiment" in document:
         if document.get("format") != FORMAT:
             raise ValueError(f"its format is {document.get('format')!r}, and this posthoc reads {FORMAT}")
-        experiment, data = str(document["experiment"]), nested(configuration, "data")
-        metrics = nested(document, "metrics")
-        if not all(value is None or is_number(value) for value in metrics.values()):
-            raise ValueError("its metrics are not numbers by name")
+        experiment, data, metrics = document["experiment"], nested(configuration, "data"), nested(document, "metrics")
         figures = metrics | nested(document, "times")
     elif "error" in document:  # a comparison has its figures among all other entries, and the name of its folder
         experiment = place.parent.as_posix() if place.parent.name else root.resolve().name or "results"
@@ -109,26 +102,24 @@ def read_record(root: Path, place: Path) -> Record:
     problem = document.get("problem") or document.get("error")
     if not problem and (missing or not metrics):
         problem = f"not a finite number: {', '.join(missing)}" if missing else "it has no figures"
-    curves, lines, bad = read_curves(nested(document, "curves"))
-    examples = nested(document, "examples")
+    curves = nested(document, "curves")
     return Record(
         path=place.as_posix(),
         experiment=experiment,
-        case=str(document.get("case") or ""),
+        case=document.get("case") or "",
         method=document["method"],
         seed=document["seed"],
         task=document["task"],
-        title=str(document.get("title") or document["method"]),
+        title=document.get("title") or document["method"],
         figures=known,
         errors=finite(nested(document, "errors")),
-        curves=curves,
-        lines=lines,
-        undrawn=tuple(bad),
-        examples={kind: examples[kind][:MOST] for kind in EXAMPLES if examples.get(kind)},
-        selection=str(document.get("selection") or ""),
-        problem=str(problem) if problem else None,
-        applies=document.get("applies") is not False,
-        warnings=tuple(map(str, document.get("warnings") or ())),
+        curves={name: read_curve(name, curves[name], required) for name, required in CURVES.items() if name in curves},
+        lines={name: read_curve(name, line, {"x"}) for name, line in nested(curves, "lines").items()},
+        examples=nested(document, "examples"),
+        selection=document.get("selection") or "",
+        problem=problem,
+        applies=document.get("applies", True),
+        warnings=tuple(document.get("warnings") or ()),
         configuration=configuration,
         data=data,
         versions=nested(document, "versions"),
@@ -155,31 +146,12 @@ def finite(figures: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(v) for name, v in figures.items() if is_number(v) and abs(v) < LARGEST_VALUE}
 
 
-def read_curves(curves: Mapping[str, Any]) -> tuple[dict[str, Curve], dict[str, Curve], list[str]]:
-    """The curves of known kinds, the lines of figures along something, and the names of those that cannot be drawn."""
-    known: dict[str, Curve] = {}
-    lines: dict[str, Curve] = {}
-    bad: list[str] = []
-    given = [(known, name, curves[name], columns) for name, columns in CURVES.items() if name in curves]
-    given += [(lines, name, line, (("x",), line)) for name, line in nested(curves, "lines").items()]
-    for kind, name, curve, (required, optional) in given:
-        try:
-            kind[name] = read_curve(curve, required, optional)
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
-            bad.append(name)
-    return known, lines, bad
-
-
-def read_curve(curve: Mapping[str, Any], required: Iterable[str], optional: Iterable[str]) -> Curve:
-    """The columns of a curve; an error if they do not fit each other."""
-    names = (*required, *(name for name in optional if curve.get(name) is not None))
-    columns = {name: np.asarray(curve[name], dtype=float) for name in names}
-    columns = {name: np.where(np.abs(column) < LARGEST_VALUE, column, np.nan) for name, column in columns.items()}
-    length = len(columns[names[0]])
-    for name, column in columns.items():
-        shape = {"points": (len(column), 2), "edges": (length + 1,)}.get(name, (length,))
-        if column.shape != shape or (name in required and not np.isfinite(column).any()):
-            raise ValueError("columns differ in length, or hold nothing")
-    if "edges" in columns and not (np.diff(columns["edges"]) > 0).all():
-        raise ValueError("edges do not increase")
-    return columns
+def read_curve(name: str, curve: Mapping[str, Any], required: Set[str]) -> Curve:
+    """The columns of a curve, and an error if one is missing or holds no numbers."""
+    try:
+        columns = {key: np.asarray(column, float) for key, column in curve.items() if column is not None}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"its curve {name} cannot be read ({error})") from error
+    if missing := required - columns.keys():
+        raise ValueError(f"its curve {name} lacks {', '.join(sorted(missing))}")
+    return {key: np.where(np.abs(column) < LARGEST_VALUE, column, np.nan) for key, column in columns.items()}

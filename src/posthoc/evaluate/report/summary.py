@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,14 +87,10 @@ class CaseSummary:
         self.experiment, self.case, self.task, self.runs = experiment, case, runs[0].task, runs
         for first, *others in group_by(runs, lambda run: (run.method, run.seed)).values():
             if others:
-                raise FileError(
-                    f"Expected one document of {first.method} with seed {first.seed} in {experiment}, found two, "
-                    f"{first.path} and {others[0].path}: report on each folder by itself."
-                )
-        tasks = group_by(runs, lambda run: run.task)
-        if len(tasks) > 1:
-            places = " and ".join(f"{task} in {of_task[0].path}" for task, of_task in tasks.items())
-            raise FileError(f"Expected runs of one task in {experiment}, found {places}: report on each by itself.")
+                run = f"{first.method} with seed {first.seed}"
+                raise FileError(f"Expected one document of {run}, found two: {first.path} and {others[0].path}.")
+            if first.task != self.task:
+                raise FileError(f"Expected runs of one task in {experiment}, found {first.task} in {first.path}.")
         methods, seeds = group_by(runs, lambda run: run.method), {run.seed for run in runs}
         self.methods = [MethodSummary(methods[name], seeds) for name in sorted(methods, key=registry_order)]
 
@@ -154,10 +149,9 @@ class ExperimentSummary:
     def warnings(self) -> list[str]:
         """Reasons not to compare the runs: several versions, different data, or quick runs."""
         warnings = []
-        versions = Counter(str(run.versions.get("posthoc", "unknown")) for run in self.runs)
+        versions = sorted({run.versions.get("posthoc", "unknown") for run in self.runs})
         if len(versions) > 1:
-            counts = ", ".join(f"{versions[version]} of {version}" for version in sorted(versions))
-            warnings.append(f"{self.name} mixes runs of several versions of posthoc ({counts}), which may differ.")
+            warnings.append(f"{self.name} mixes runs of several versions of posthoc: {', '.join(versions)}.")
         for case in self.cases:
             # A method may be fitted on data of its own, and a digest may differ from seed to seed.
             roles = [[run.data.get(role) for role in ("train", "test", "ood", "val")] for run in case.runs]
@@ -197,8 +191,7 @@ def read_results(folder: str | os.PathLike[str]) -> Results:
     root = Path(folder)
     if not root.is_dir():
         raise FileError(f"Expected a folder of results, found {'a file' if root.exists() else 'nothing'} at {root}.")
-    records: list[Record] = []
-    left_out: list[str] = []
+    records, left_out = [], []
     for place in (path.relative_to(root) for path in sorted(root.rglob("*.json"))):
         if any(part.startswith(".") for part in place.parts):
             continue
@@ -206,17 +199,13 @@ def read_results(folder: str | os.PathLike[str]) -> Results:
             records.append(read_record(root, place))
         except (OSError, ValueError) as reason:
             left_out.append(f"{place.as_posix()} is left out: {reason}.")
-    undrawn = [f"{run.path}: its curve {name} cannot be drawn." for run in records for name in run.undrawn]
     if not records:
-        first = f" The first of {len(left_out)} others: {left_out[0]}" if left_out else ""
-        raise FileError(
-            f"Expected results in {root}, found no run's document there: name the folder that python -m reproduction "
-            f"or posthoc compare wrote.{first}"
-        )
+        wanted = "the JSON files of posthoc compare or python -m reproduction"
+        raise FileError(" ".join((f"Expected {wanted} in {root}, found none.", *left_out[:1])))
     grouped = group_by(sorted(records, key=lambda run: run.seed), lambda run: run.experiment)
     experiments = tuple(ExperimentSummary(name, grouped[name]) for name in sorted(grouped, key=natural))
     mixed = [warning for experiment in experiments for warning in experiment.warnings()]
-    return Results(experiments, (*left_out, *undrawn, *mixed))
+    return Results(experiments, (*left_out, *mixed))
 
 
 def group_by(runs: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
@@ -229,26 +218,24 @@ def group_by(runs: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, 
 
 def described(data: Mapping[str, Any]) -> dict[str, str]:
     """What is known of data or options, in words, without digests; a part with parts of its own on one line."""
+    parts = {part: words for part, words in data.items() if part != "sha256" and words is not None}
+    for part, words in parts.items():
+        own = described(words).items() if isinstance(words, dict) else ()
+        parts[part] = "; ".join(f"{name}: {text}" for name, text in own) if own else str(words)
+    return parts
 
-    def line(words: Any) -> str:
-        parts = described(words).items() if isinstance(words, dict) else None
-        return str(words) if parts is None else "; ".join(f"{part}: {text}" for part, text in parts)
 
-    return {part: line(words) for part, words in data.items() if part != "sha256" and words is not None}
-
-
-def natural(text: str) -> list[tuple[int, float, str]]:
+def natural(text: str) -> str:
     """A key by which 9 comes before 10, and 0.25 before 0.5."""
-    parts = re.split(r"(\d+(?:\.\d+)?)", text)
-    return [(0, float(part), part) if part[:1].isdecimal() else (1, 0.0, part) for part in parts if part]
+    return re.sub(r"[0-9]+(\.[0-9]+)?", lambda number: f"{float(number[0]):020.6f}", text)
 
 
-def registered(method: str) -> list[str]:
-    """The names in the registry that a method's name is, or begins with as a variant of it does."""
-    return [name for name in REGISTRY if method == name or method.startswith((f"{name}-", f"{name}_"))]
+def registered(method: str) -> str | None:
+    """The name in the registry that a method's name is, or begins with as a variant of it does ("ella-all")."""
+    return next((name for name in (method, re.split("[-_]", method)[0]) if name in REGISTRY), None)
 
 
-def registry_order(method: str) -> tuple[bool, int, list[tuple[int, float, str]]]:
+def registry_order(method: str) -> tuple[bool, int, str]:
     """A key for the order of the registry, with variants after their method, and FMGP last."""
-    place = min((list(REGISTRY).index(name) for name in registered(method)), default=len(REGISTRY))
-    return (method.startswith("fmgp"), place, natural(method))
+    name = registered(method)
+    return method.startswith("fmgp"), list(REGISTRY).index(name) if name else len(REGISTRY), natural(method)

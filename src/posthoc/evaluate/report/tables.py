@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 LOW, HIGH = -math.inf, math.inf
 
 
-def decimals(value: float) -> str:
-    return f"{value:.4f}"
+decimals = "{:.4f}".format
 
 
 def digits(value: float) -> str:
@@ -95,10 +94,11 @@ COLUMNS = {
 
 def column_of(figure: str) -> Column:
     """The usual column of a figure, or one for a figure that is not known."""
-    title = figure.replace("_", " ")
+    if figure in COLUMNS:
+        return COLUMNS[figure]
     if figure.endswith("_seconds"):
-        return COLUMNS.get(figure) or Column(figure, f"{title.removesuffix(' seconds')}, s", seconds, LOW)
-    return COLUMNS.get(figure) or Column(figure, title, further=is_cost(figure))
+        return Column(figure, f"{figure.removesuffix('_seconds').replace('_', ' ')}, s", seconds, LOW)
+    return Column(figure, figure.replace("_", " "), further=is_cost(figure))
 
 
 def columns_of(figures: Iterable[str]) -> tuple[list[Column], list[Column]]:
@@ -136,7 +136,7 @@ def spread(column: Column, found: Estimate) -> str:
     error = found.error or 0.0
     if column.write is megabytes:
         return megabytes(error)
-    _, _, fraction = column.write(found.mean).partition(".")
+    fraction = column.write(found.mean).partition(".")[2]
     if "e" in fraction:
         return f"{error:.1e}"
     return f"{error:,.{len(fraction)}f}" if fraction or error >= 1 else f"{error:.1g}"
@@ -147,9 +147,7 @@ def spread(column: Column, found: Estimate) -> str:
 Rows = Mapping[str, Estimates]
 
 
-def marked_cells(
-    columns: Sequence[Column], rows: Rows, marks: Mapping[int, str], *, error: bool
-) -> dict[str, list[str]]:
+def marked_cells(columns: Sequence[Column], rows: Rows, marks: Sequence[str], *, error: bool) -> dict[str, list[str]]:
     """The cells of each row, with the best and the second best of a column in their marks."""
     cells: dict[str, list[str]] = {name: [] for name in rows}
     for column in columns:
@@ -169,7 +167,7 @@ def rich_table(columns: Sequence[Column], rows: Rows, title: str = "") -> Table:
     table = Table("", title=title or None, title_justify="left", caption=caption, caption_justify="left")
     for column in columns:
         table.add_column(column.heading, justify="right")
-    marks = {0: "{} ", 1: "[bold green]{}¹[/]", 2: "[underline]{}²[/]"}
+    marks = ("{} ", "[bold green]{}¹[/]", "[underline]{}²[/]")
     for name, cells in marked_cells(columns, rows, marks, error=False).items():
         table.add_row(escape(name), *cells)
     return table
@@ -179,7 +177,7 @@ def markdown_table(columns: Sequence[Column], rows: Rows) -> str:
     """For a page: the best in bold, the second best in italics."""
     headings = " | ".join(escape_markdown(column.heading) for column in columns)
     lines = [f"| method | {headings} |", "|---|" + "---:|" * len(columns)]
-    for name, cells in marked_cells(columns, rows, {0: "{}", 1: "**{}**", 2: "*{}*"}, error=True).items():
+    for name, cells in marked_cells(columns, rows, ("{}", "**{}**", "*{}*"), error=True).items():
         lines.append(f"| {' | '.join([escape_markdown(name), *cells])} |")
     return "\n".join(lines) + "\n"
 
