@@ -87,15 +87,12 @@ def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch, capsys):
     assert os.listdir(tmp_path) == []
 
 
-def test_errors_are_short_and_without_control_characters(monkeypatch, capsys):
+def test_errors_have_no_control_characters(monkeypatch, capsys):
     def fails() -> None:
-        raise DataError("Expected a name, got \x1b[31mred\u202e. " + 5000 * "x" + " Do this.")
+        raise DataError("Expected a name, got \x1b[31mred\u202e.")
 
     assert run_function(monkeypatch, fails) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(r"posthoc: Expected a name, got \x1b[31mred\u202e.")
-    assert error.endswith("Do this.\n")
-    assert len(error) < 1020
+    assert capsys.readouterr().err == "posthoc: Expected a name, got \\x1b[31mred\\u202e.\n"
 
 
 def test_log_messages_are_lines_on_stderr_and_nothing_stays(monkeypatch, capsys):

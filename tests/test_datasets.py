@@ -207,14 +207,14 @@ def test_a_broken_image_in_a_table_is_named(tmp_path):
     content = as_stored(ROWS)
     content[7]["bytes"] = b"no"
     data = open_data(str(write_parquet(tmp_path / "d.parquet", {"image": content})))
-    with pytest.raises(DataError, match=r"found that column 'image' of row 7 of d.parquet \(7.png\) cannot be"):
+    with pytest.raises(DataError, match=r"an image in column 'image' of row 7 of d.parquet \(7.png\)"):
         collected(data, tmp_path / "o")
     pytest.importorskip("fsspec").filesystem("memory").pipe("/there.png", png(3))
     content[3] = {"bytes": None, "path": "memory://there.png"}
     content[7] = {"bytes": None, "path": None}
     data = open_data(str(write_parquet(tmp_path / "d.parquet", {"image": content})))
     assert data[3][0].tobytes() == images(4)[3].tobytes()
-    with pytest.raises(DataError, match=r"found neither"):
+    with pytest.raises(DataError, match="an image in column 'image' of row 7"):
         data[7]
 
 
@@ -248,5 +248,5 @@ def test_npz_that_cannot_be_used_is_refused(tmp_path):
     content[5000] ^= 255
     for broken in (b"no", bytes(content), bytes(content[:900])):
         path.write_bytes(broken)
-        with pytest.raises(FileError, match="found what cannot be read"):
+        with pytest.raises(FileError, match=r"Expected arrays of numbers in .*found none"):
             open_data(str(path))

@@ -7,21 +7,19 @@ from typing import NoReturn
 
 import typer
 
-from posthoc.cli import collect, compare, demo, evaluate, fit, predict, report
+from posthoc.cli.collect import collect
+from posthoc.cli.compare import compare
+from posthoc.cli.demo import demo
+from posthoc.cli.evaluate import evaluate
+from posthoc.cli.fit import fit
+from posthoc.cli.predict import predict
+from posthoc.cli.report import report
 from posthoc.cli.shared import messages_on_stderr
 from posthoc.errors import PosthocError
 
-LONGEST_MESSAGE = 1000
-"""The most characters of an error message."""
-
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(demo.demo)
-app.command()(collect.collect)
-app.command()(fit.fit)
-app.command()(predict.predict)
-app.command()(evaluate.evaluate)
-app.command()(compare.compare)
-app.command()(report.report)
+for command in (demo, collect, fit, predict, evaluate, compare, report):
+    app.command()(command)
 
 
 def print_version(wanted: bool) -> None:
@@ -59,7 +57,5 @@ def run(app: typer.Typer) -> None:
 def fail(message: str) -> NoReturn:
     """Print an error and exit. Control characters, which names in files may contain, are escaped."""
     shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in message)
-    if len(shown) > LONGEST_MESSAGE:
-        shown = f"{shown[: LONGEST_MESSAGE - 300]} ... {shown[-290:]}"
     typer.echo(f"posthoc: {shown}", err=True)
     sys.exit(1)

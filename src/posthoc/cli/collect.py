@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,14 +21,8 @@ run_option = partial(typer.Option, rich_help_panel="Running")
 PREDICTOR = "torchvision:NAME, timm:NAME, hf:NAME-OR-FOLDER, package.module:function, or a file: .onnx, .pt, .ts, .pt2."
 DATA = "A folder of images (one sub-folder a class, or images alone), .parquet, .csv, .jsonl, .npz, or hf:NAME:SPLIT."
 LAYER = "The layer whose output is the features (ONNX, TorchScript: an output). Default: the last linear layer's input."
-WEIGHTS = (
-    "Published weights (DEFAULT, IMAGENET1K_V2; a timm tag; a revision on the hub) or a file: .safetensors, or a "
-    "state_dict that torch.save wrote. none: the function of an import string loads its own."
-)
-TRANSFORM = (
-    "package.module:function, from one input (a PIL.Image in RGB, a text or an array) to a tensor without a batch "
-    "axis; or none (images as numbers in [0, 1]). Default: what belongs to the weights."
-)
+WEIGHTS = "Published weights (a name, tag or revision), or a file of a state_dict. none: the function loads its own."
+TRANSFORM = "package.module:function from an input to a tensor; none: images in [0, 1]. Default: that of the weights."
 TRUST = "Allow what runs code of its own: import strings, TorchScript and torch.export files."
 INPUT_COLUMN = "The column of the inputs; repeat it for several columns of numbers. Default: image, text, inputs, x ..."
 TARGET_COLUMN = "The column of the targets. Default: label, target, y ..."
@@ -66,39 +60,23 @@ def collect(
     """
     from posthoc.integrations.models import Plan
 
-    plan = Plan(
-        predictor=predictor,
-        data=data,
-        layer=layer,
-        weights=weights,
-        transform=transform,
-        input_columns=tuple(input_column or ()),
-        target_column=target_column,
-        inputs=inputs,
-        device=device,
-        trust_code=trust_code,
-    )
+    table: dict[str, Any] = {"input_columns": tuple(input_column or ()), "target_column": target_column}
+    run: dict[str, Any] = {"inputs": inputs, "device": device, "trust_code": trust_code}
+    plan = Plan(predictor, data, layer, weights, transform, **table, **run)
+    options: dict[str, Any] = {"batch_size": batch_size, "force": force}
     with interruptible(f"run the same command again to go on in {out}"):
         if engine == "ray":
             from posthoc.integrations.ray import collect_with_ray
 
-            collected = collect_with_ray(plan, out, batch_size=batch_size, actors=workers, force=force)
+            collected = collect_with_ray(plan, out, actors=workers, **options)
         else:
             from posthoc.collect.to_folder import collect_to_folder
 
             model, rows = plan.open()
-            readers = min(MAX_WORKERS, os.cpu_count() or 1) if rows.costly else 0
-            collected = collect_to_folder(
-                model.backbone,
-                rows,
-                out,
-                identity=model.identity,
-                collate=model.collate,
-                inputs=inputs,
-                batch_size=batch_size,
-                workers=readers if workers is None else workers,
-                force=force,
-            )
+            if workers is None:
+                workers = min(MAX_WORKERS, os.cpu_count() or 1) if rows.costly else 0
+            options |= {"identity": model.identity, "collate": model.collate, "inputs": inputs, "workers": workers}
+            collected = collect_to_folder(model.backbone, rows, out, **options)
     advice = "; no features: name a layer with --layer" if collected.features is None else ""
     targets = "with" if collected.targets is not None else "without"
     typer.echo(f"wrote {out}: {describe(collected)} {targets} targets{advice}")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posthoc.cli import shared
-from posthoc.errors import OptionError
+from posthoc.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     from posthoc.collect.outputs import Outputs
@@ -65,30 +65,27 @@ def compare(
     paths = {role: path for role, path in given.items() if path is not None}
     columns = shared.read_columns(outputs=outputs, targets=targets, features=features, inputs=inputs)
     data = open_data(paths, columns)
-    common: dict[str, Any] = {"seed": seed, "outputs_are": outputs_are or "logits"}
-    kind = check_data(data, task, common["outputs_are"])
-    rows: list[Row] = []
+    kind = check_data(data, task, outputs_are or "logits")
+    refused: list[Row] = []
     fits: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(chosen):
         method = method_named(name)
-        options = {**method.known_options(common), **tables.get(name, {})}
-        if not method.black_box:
-            reason = "needs the network itself: use posthoc.compare(model, ...) in Python."
-            rows.append(Row(name, error=reason, applies=False))
-            continue
+        options = method.known_options({"seed": seed, "outputs_are": outputs_are or "logits"}) | tables.get(name, {})
         try:
+            if not method.black_box:
+                raise DataError("needs the network itself: use posthoc.compare(model, ...) in Python.")
             shared.build_method(name, kind, options, device)
             fits[name] = options
         except REFUSALS as error:
-            if name in tables:
+            if name in tables and method.black_box:
                 raise
-            rows.append(Row(name, error=str(error), applies=False))
+            refused.append(Row(name, error=str(error), applies=False))
     written = [*(f"{name}-{seed}.json" for name in fits), "table.md", "table.csv"]
     if fits:
         require_folder(out)
         for file in written:
             shared.require_output(out / file, force=force, inputs=(*paths.values(), config))
-    comparison = Comparison(kind, tuple(rows))
+    comparison = Comparison(kind, tuple(refused))
     try:
         with shared.interruptible(f"{out} has the methods that were done"):
             for name, options in fits.items():
@@ -99,8 +96,8 @@ def compare(
                     row = Row(name, error="its process was killed; was there memory enough?")
                     configuration = {"options": options}
                 comparison = Comparison(kind, (*comparison.rows, row))
-                record = record_of(row) | {"task": kind, "seed": options.get("seed", seed), "device": device or "cpu"}
-                record |= {"data": paths, "configuration": configuration}
+                run = {"task": kind, "seed": options.get("seed", seed), "device": device or "cpu", "data": paths}
+                record = record_of(row) | run | {"configuration": configuration}
                 # After each method: a long comparison may be interrupted.
                 shared.write_text(out / f"{name}-{seed}.json", json.dumps(record, indent=2, default=str) + "\n")
                 shared.write_text(out / "table.md", comparison.markdown())
@@ -119,9 +116,9 @@ def options_by_method(options: dict[str, Any], names: list[str]) -> dict[str, di
     for key, value in options.items():
         name, dot, option = key.partition(".")
         if name not in names or not (dot or isinstance(value, dict)):
+            known = f"The methods are: {', '.join(names)}."
             raise OptionError(
-                f"Expected options of a method that is compared, fmgp.steps or a table [fmgp], got {key!r}. "
-                f"The methods are: {', '.join(names)}."
+                f"Expected options of a method that is compared, such as fmgp.steps, got {key!r}. {known}"
             )
         tables.setdefault(name, {}).update({option: value} if dot else value)
     return tables
@@ -131,7 +128,7 @@ def open_data(paths: dict[str, str], columns: shared.Columns) -> dict[str, Outpu
     """The outputs by their role; those out of distribution without targets."""
     from posthoc.collect import open_outputs
 
-    bare = shared.without_targets(columns)
+    bare = {part: names for part, names in (columns or {}).items() if part != "targets"} or None
     return {role: open_outputs(path, columns=bare if role == "ood" else columns) for role, path in paths.items()}
 
 
@@ -203,8 +200,5 @@ def fit_and_score(
         data = open_data(paths, columns)
         cost.warm_up(device)
         row = trial(name, lambda: shared.build_method(name, task, options, device), **data)
-    configuration: dict[str, Any] = {"options": options}
-    if row.fitted is not None:
-        header = row.fitted._header()
-        configuration = {**header, "options": {**options, **header["config"]}}
-    return replace(row, fitted=None), configuration
+    header = row.fitted._header() if row.fitted is not None else {}
+    return replace(row, fitted=None), {**header, "options": {**options, **header.get("config", {})}}

@@ -36,8 +36,8 @@ def evaluate(
     columns = shared.read_columns(outputs=outputs, targets=targets, features=features, inputs=inputs)
     method = methods.load(head, device=device)
     rows = open_outputs(test, columns=columns)
-    ood_rows = open_outputs(ood, columns=shared.without_targets(columns)) if ood is not None else None
-    figures = evaluate_method(method, rows, ood=ood_rows)
+    bare = shared.read_columns(outputs=outputs, features=features, inputs=inputs)
+    figures = evaluate_method(method, rows, ood=open_outputs(ood, columns=bare) if ood is not None else None)
     table = Table("", "bare predictor", method.name, title=f"{len(rows):,} rows", title_justify="left")
     for figure in (key for key in figures if not key.startswith("base_")):
         table.add_row(figure, f"{figures[f'base_{figure}']:.4f}", f"{figures[figure]:.4f}")

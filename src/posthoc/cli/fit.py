@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -51,15 +51,13 @@ def fit(
     # A resumed run that was finished writes the same head again.
     shared.require_output(out, force=force or resume, inputs=(data, val, config))
     options = shared.read_config(config, set_)
-    if outputs_are is not None:
-        options["outputs_are"] = outputs_are
     from posthoc.collect import open_outputs
     from posthoc.evaluate.compare import task_of
     from posthoc.methods import method_named
     from posthoc.training.distributed import distributed
 
-    if seed is not None:
-        options |= method_named(method).known_options({"seed": seed})
+    given = {name: value for name, value in {"seed": seed, "outputs_are": outputs_are}.items() if value is not None}
+    options |= method_named(method).known_options(given)
     columns = shared.read_columns(outputs=outputs, targets=targets, features=features, inputs=inputs)
     begin = time.perf_counter()
     with distributed(device) as ranks:
@@ -70,18 +68,12 @@ def fit(
         head = shared.build_method(method, likelihood, options, ranks.place(device))
         advice = "add --resume to go on" if checkpoint else "with --checkpoint FOLDER a fit can be resumed"
         with shared.interruptible(advice):
-            head.fit(
-                rows,
-                val=open_outputs(val, columns=columns) if val is not None else None,
-                num_data=num_data,
-                checkpoint=checkpoint,
-                checkpoint_every=checkpoint_every,
-                resume=resume,
-            )
+            more = open_outputs(val, columns=columns) if val is not None else None
+            saving: dict[str, Any] = {"checkpoint": checkpoint, "checkpoint_every": checkpoint_every, "resume": resume}
+            head.fit(rows, val=more, num_data=num_data, **saving)
         if ranks.first:
             head.save(out)
             if (selection := getattr(head, "selection_", None)) is not None:
                 typer.echo(str(selection))
-            typer.echo(
-                f"fitted {method} on {shared.describe(rows)} in {time.perf_counter() - begin:.1f} s, wrote {out}"
-            )
+            seconds = time.perf_counter() - begin
+            typer.echo(f"fitted {method} on {shared.describe(rows)} in {seconds:.1f} s, wrote {out}")

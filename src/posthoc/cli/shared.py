@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import tomllib
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """The exit code of a command that was interrupted from the keyboard."""
 
-DATA = (
-    "Outputs on data that the network has not memorized: a .npz, .safetensors, Parquet or CSV file, or a folder; "
-    "'file.npz[:5000]' for some rows."
-)
+DATA = "Outputs on data that the network has not memorized, as a file or folder; 'file.npz[:5000]' for some rows."
+
+YES, NO = ("true", "yes", "y", "on"), ("false", "no", "n", "off")
 
 Engine = Literal["local", "ray"]
 Task = Literal["regression", "classification"]
@@ -40,9 +40,7 @@ Config = Annotated[Path | None, typer.Option(help="The options of methods, as TO
 Seed = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]
 Device = Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda, cuda:1. Default: the CPU.")]
 column_option = partial(typer.Option, rich_help_panel="Columns of a table (Parquet or CSV)")
-OutputColumns = Annotated[
-    str | None, column_option("--outputs", help="Names with commas between, or a pattern: 'p_*'.")
-]
+OutputColumns = Annotated[str | None, column_option("--outputs", help="Names (p_cat,p_dog), or a pattern: 'p_*'.")]
 Targets = Annotated[str | None, column_option("--targets", help="The column with the targets.")]
 Features = Annotated[str | None, column_option("--features", help="Columns with the features.")]
 Inputs = Annotated[str | None, column_option("--inputs", help="Columns with the inputs.")]
@@ -56,23 +54,12 @@ Columns = dict[str, str | list[str]] | None
 
 def read_columns(**options: str | None) -> Columns:
     """The columns that the options name, or None where none is named."""
-    columns: dict[str, str | list[str]] = {}
-    for role, text in options.items():
-        if text is not None:
-            names = [name.strip() for name in text.split(",")]
-            columns[role] = names if len(names) > 1 or "*" in text else names[0]
-    return columns or None
-
-
-def without_targets(columns: Columns) -> Columns:
-    """The columns of a table that need not have targets."""
-    return {role: names for role, names in (columns or {}).items() if role != "targets"} or None
+    named = {role: [name.strip() for name in text.split(",")] for role, text in options.items() if text is not None}
+    return {role: names if len(names) > 1 or "*" in names[0] else names[0] for role, names in named.items()} or None
 
 
 def read_config(path: Path | None, settings: list[str] | None) -> dict[str, Any]:
     """A method's options from a TOML file, and from `--set name=value`, which comes after it."""
-    import tomllib
-
     from posthoc.io import require_regular
 
     options: dict[str, Any] = {}
@@ -80,7 +67,7 @@ def read_config(path: Path | None, settings: list[str] | None) -> dict[str, Any]
         require_regular(path)
         try:
             options = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise FileError(f"Expected TOML in {path}, found something else ({error}).") from error
     for setting in settings or ():
         name, equals, value = setting.partition("=")
@@ -92,14 +79,11 @@ def read_config(path: Path | None, settings: list[str] | None) -> dict[str, Any]
 
 def read_value(text: str) -> Any:
     """A value of `--set`: TOML, a boolean as people write it, or a word without quotes."""
-    import tomllib
-
-    for value, words in ((True, ("true", "yes", "y", "on")), (False, ("false", "no", "n", "off"))):
-        if text.lower() in words:
-            return value
+    if text.lower() in (*YES, *NO):
+        return text.lower() in YES
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except tomllib.TOMLDecodeError:
         return text
 
 
@@ -122,11 +106,10 @@ def build_method(name: str, task: str, options: dict[str, Any], device: str | No
 
 def describe(rows: Outputs) -> str:
     """The size of some outputs, in words."""
-    sizes = []
-    for name in ("outputs", "features", "inputs"):
-        if (block := rows.space(name)) is not None:
-            sizes.append(f"{block.shape[1]:,} {name if block.shape[1] != 1 else name[:-1]}")
-    return f"{len(rows):,} rows ({', '.join(sizes)})"
+    blocks = {name: rows.space(name) for name in ("outputs", "features", "inputs")}
+    widths = {name: block.shape[1] for name, block in blocks.items() if block is not None}
+    sizes = ", ".join(f"{width:,} {name if width != 1 else name[:-1]}" for name, width in widths.items())
+    return f"{len(rows):,} rows ({sizes})"
 
 
 # Outputs

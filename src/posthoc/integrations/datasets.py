@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import reprlib
-import zipfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -17,7 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from posthoc.collect.loaders import TARGET_KEYS
-from posthoc.errors import DataError, FileError, OptionError, PosthocError
+from posthoc.errors import DataError, FileError, OptionError
+from posthoc.integrations.files import expecting, file_digest, listing_digest, walk
 from posthoc.optional import require
 
 INPUT_KEYS = ("inputs", "input", "image", "img", "text", "sentence", "x")
@@ -64,15 +63,16 @@ class Columns(NamedTuple):
 
 def choose_columns(existing: Sequence[str], inputs: Sequence[str], target: str | None) -> Columns:
     """The columns that were asked for, or else those of usual names."""
-    listed = ", ".join(existing)
-    if absent := [name for name in [*inputs, *([target] if target is not None else [])] if name not in existing]:
-        raise OptionError(f"Expected the name of a column, got {absent[0]!r}. The columns are: {listed}.")
+    listed = f"The columns are: {', '.join(existing)}."
+    for name in (*inputs, target):
+        if name is not None and name not in existing:
+            raise OptionError(f"Expected the name of a column, got {name!r}. {listed}")
     target = target if target is not None else next((key for key in TARGET_KEYS if key in existing), None)
-    usual = [key for key in INPUT_KEYS if key in existing and key != target]
     others = [name for name in existing if name != target]
-    chosen = list(inputs) or usual[:1] or (others if len(others) == 1 else [])
+    usual = [key for key in INPUT_KEYS if key in others][:1]
+    chosen = list(inputs) or usual or (others if len(others) == 1 else [])
     if not chosen:
-        raise OptionError(f"Which column holds the inputs? Name it with --input-column; the columns are: {listed}.")
+        raise OptionError(f"Which column holds the inputs? Name it with --input-column. {listed}")
     return Columns(chosen, target)
 
 
@@ -83,13 +83,8 @@ def read_image(source: Any, name: str) -> Any:
     """Read an image in color from a `Path`, a file, or an address that fsspec knows; errors call it `name`."""
     library = require("PIL.Image", "images", "Reading images")
     opened = require("fsspec", "hf", "Reading images").open(source) if isinstance(source, str) else nullcontext(source)
-    try:
-        with opened as file, library.open(file) as image:
-            return image.convert("RGB")
-    # Pillow's errors have no common base: a damaged file fails as the reader of its format does.
-    except (OSError, ValueError, SyntaxError, EOFError, library.DecompressionBombError) as error:
-        reason = f"found that {name} cannot be ({error}): repair or remove it, and collect again with --force."
-        raise DataError(f"Expected an image that can be read, {reason}") from error
+    with expecting(f"an image in {name} (repair or remove it)", DataError), opened as file, library.open(file) as image:
+        return image.convert("RGB")
 
 
 class ImageFolder:
@@ -108,9 +103,9 @@ class ImageFolder:
         files = [(name, size) for name, size in walk(folder) if Path(name).suffix.lower() in IMAGES]
         if not files:
             raise DataError(f"Expected images ({', '.join(IMAGES)}) in {folder} or in its sub-folders, found none.")
-        loose = [name for name, _ in files if "/" not in name]
-        if loose and len(loose) < len(files):
-            counts = f"{len(loose)} and {len(files) - len(loose)}"
+        loose = sum("/" not in name for name, _ in files)
+        if 0 < loose < len(files):
+            counts = f"{loose} and {len(files) - loose}"
             raise DataError(f"Expected images in {folder} or in its sub-folders, found both ({counts}): move some.")
         self.labels = {name: number for number, name in enumerate(classes)} if not loose else {}
         # Bytes in one array: every worker process would copy a list of strings.
@@ -137,17 +132,12 @@ class ArrayRows:
     costly = False
 
     def __init__(self, path: Path, inputs: Sequence[str], target: str | None) -> None:
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                columns = choose_columns(file.files, inputs, target)
-                if len(columns.inputs) > 1:
-                    raise DataError(f"Expected one array of inputs in an .npz file, got {', '.join(columns.inputs)}.")
-                self.inputs = file[columns.inputs[0]]
-                self.targets = file[columns.target] if columns.target is not None else None
-        except PosthocError:
-            raise
-        except (zipfile.BadZipFile, ValueError, EOFError, OSError, KeyError) as error:
-            raise FileError(f"Expected arrays of numbers in {path}, found what cannot be read ({error}).") from error
+        with expecting(f"arrays of numbers in {path}"), np.load(path, allow_pickle=False) as file:
+            columns = choose_columns(file.files, inputs, target)
+            if len(columns.inputs) > 1:
+                raise DataError(f"Expected one array of inputs in an .npz file, got {', '.join(columns.inputs)}.")
+            self.inputs = file[columns.inputs[0]]
+            self.targets = file[columns.target] if columns.target is not None else None
         arrays = [array for array in (self.inputs, self.targets) if array is not None]
         lengths = {len(array) if array.ndim and array.dtype.kind in "fiub" else 0 for array in arrays}
         if len(lengths) > 1 or 0 in lengths:
@@ -166,11 +156,11 @@ class ArrayRows:
 
 
 @dataclass
-class Table:
-    """A data set of the library `datasets`, in which images are as they are stored.
+class StreamedRows:
+    """The rows of a `datasets.IterableDataset`, which can only be read in order.
 
     Args:
-        table: The data set.
+        table: The data set, with images as they are stored: `read_image` names the row of one that it cannot read.
         columns: The columns that are read.
         name: What errors call it.
         identity: What tells it from other data.
@@ -184,6 +174,13 @@ class Table:
     name: str
     identity: dict[str, Any]
     first: int = 0
+
+    def skip(self, rows: int) -> StreamedRows:
+        """The same without its first rows."""
+        return replace(self, table=self.table.skip(rows), first=self.first + rows)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return (self.read(example, row) for row, example in enumerate(self.table, self.first))
 
     def read(self, example: dict[str, Any], row: int) -> tuple[Any, Any]:
         """The input and the target of a row."""
@@ -204,9 +201,7 @@ class Table:
         if isinstance(value, dict) and "bytes" in value:  # an image as `datasets` stores it
             content, path = value["bytes"], value["path"]
             place = f"column {name!r} of row {row} of {self.name}{f' ({path})' if path else ''}"
-            if content is None and path is None:
-                raise DataError(f"Expected the bytes or the path of an image in {place}, found neither.")
-            return read_image(io.BytesIO(content) if content is not None else path, place)
+            return read_image(path if content is None else io.BytesIO(content), place)
         return np.atleast_1d(self._numbers(value, name, row))
 
     def _numbers(self, value: Any, name: str, row: int) -> np.ndarray[Any, Any]:
@@ -214,19 +209,16 @@ class Table:
         feature: Any = (self.table.features or {}).get(name)
         while hasattr(feature, "feature"):  # lists say what is in them
             feature = feature.feature
-        array = None
-        if value is not None:
-            with suppress(TypeError, ValueError):
-                array = np.asarray(value, getattr(feature, "dtype", None))
-        if array is None or array.dtype.kind not in "fiub":
-            expected = f"numbers, or lists of numbers of one length, in column {name!r} of row {row} of {self.name}"
-            advice = "Number the names of classes from 0 first."
-            raise DataError(f"Expected {expected}, got {reprlib.repr(value)}. {advice}")
-        return array
+        with suppress(TypeError, ValueError):
+            array = np.asarray(value, getattr(feature, "dtype", None))
+            if value is not None and array.dtype.kind in "fiub":
+                return array
+        expected = f"numbers, or lists of numbers of one length, in column {name!r} of row {row} of {self.name}"
+        raise DataError(f"Expected {expected}, got {reprlib.repr(value)}. Number the names of classes from 0 first.")
 
 
-class TableRows(Table):
-    """A `datasets.Dataset`, which is mapped from the disk."""
+class TableRows(StreamedRows):
+    """The rows of a `datasets.Dataset`, which is mapped from the disk."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -235,32 +227,21 @@ class TableRows(Table):
         return self.read(self.table[row], row)
 
 
-class StreamedRows(Table):
-    """A `datasets.IterableDataset`, whose rows can only be read in order."""
-
-    def skip(self, rows: int) -> StreamedRows:
-        """The same without its first rows."""
-        return replace(self, table=self.table.skip(rows), first=self.first + rows)
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return (self.read(example, row) for row, example in enumerate(self.table, self.first))
-
-
-Rows = ImageFolder | ArrayRows | TableRows | StreamedRows
+Rows = ImageFolder | ArrayRows | StreamedRows
 """Rows (input, target or None) in a fixed order. `identity` tells them from other data; `costly` says whether a row is
 slow to read, so that several processes should read them."""
 
 
-def open_table(path: Path, inputs: Sequence[str], target: str | None) -> Any:
+def open_table(path: Path, inputs: Sequence[str], target: str | None) -> StreamedRows:
     """Open a Parquet, CSV or JSON file, which `datasets` converts once and keeps in its cache."""
     library = require("datasets", "hf", f"Reading {path.name}")
-    with translated_errors(f"a table with at least one row in {path}", library):
+    with expecting(f"a table with at least one row in {path}"):
         table = getattr(library.Dataset, f"from_{TABLES[path.suffix]}")(str(path))
     identity = {"kind": "table", "rows": len(table), "digest": file_digest(path)}
-    return rows_of(table, library, path.name, choose_columns(table.column_names, inputs, target), identity)
+    return rows_of(library, table, path.name, choose_columns(table.column_names, inputs, target), identity)
 
 
-def open_hub(name: str, inputs: Sequence[str], target: str | None) -> Any:
+def open_hub(name: str, inputs: Sequence[str], target: str | None) -> StreamedRows:
     """Open `NAME`, `NAME:SPLIT` or `NAME:CONFIGURATION:SPLIT`, where NAME is on the hub or a local folder.
 
     Data sets saved to disk are mapped; others are streamed, so that only what is read is downloaded. No code of a data
@@ -270,7 +251,7 @@ def open_hub(name: str, inputs: Sequence[str], target: str | None) -> Any:
     path, *configuration = name.split(":")
     split = configuration.pop() if configuration else None
     folder = Path(path)
-    with translated_errors(f"a data set on the Hugging Face hub or a folder of one at {path!r}", library):
+    with expecting(f"a data set on the Hugging Face hub or a folder of one at {path!r}"):
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
             splits = library.load_from_disk(path)
             files = walk(folder)
@@ -286,55 +267,13 @@ def open_hub(name: str, inputs: Sequence[str], target: str | None) -> Any:
         raise OptionError(f"Expected one of the splits {names}, got {split}: write hf:{path}:SPLIT.")
     table = tables[split if split in tables else next(iter(tables))]
     columns = choose_columns(table.column_names or list(next(iter(table))), inputs, target)
-    return rows_of(table, library, path, columns, {"kind": "hf", "split": split, "digest": listing_digest(files)})
+    return rows_of(library, table, path, columns, {"kind": "hf", "split": split, "digest": listing_digest(files)})
 
 
-@contextmanager
-def translated_errors(expected: str, library: Any) -> Iterator[None]:
-    """Raise what `datasets` cannot read as a `FileError`."""
-    try:
-        yield
-    except (OSError, ValueError, library.exceptions.DatasetsError) as error:
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise FileError(f"Expected {expected}, found what cannot be read: {reason}") from error
-
-
-def rows_of(table: Any, library: Any, name: str, columns: Columns, identity: dict[str, Any]) -> Any:
-    """The rows of a table, with images as they are stored: `read_image` names the row of one that it cannot read."""
+def rows_of(library: Any, table: Any, name: str, columns: Columns, identity: dict[str, Any]) -> StreamedRows:
+    """The rows of a table, whose images are not decoded."""
     for column, feature in (table.features or {}).items():
         if isinstance(feature, library.Image):
             table = table.cast_column(column, library.Image(decode=False))
     rows = TableRows if isinstance(table, library.Dataset) else StreamedRows
     return rows(table, columns, name, {**identity, "columns": columns._asdict()})
-
-
-# What tells files and folders from others
-
-
-def file_digest(*paths: Path) -> str:
-    """The SHA-256 of the bytes of one file, or of the digests of several."""
-    digests = []
-    for path in paths:
-        with path.open("rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
-
-
-def walk(folder: str | os.PathLike[str], prefix: str = "") -> Iterator[tuple[str, int]]:
-    """The relative names and sizes of the files in a folder and below it, in a fixed order, without hidden ones."""
-    with os.scandir(folder) as entries:
-        visible = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
-    for entry in visible:
-        name = f"{prefix}{entry.name}"
-        if entry.is_dir():
-            yield from walk(entry.path, f"{name}/")
-        else:
-            yield name, entry.stat().st_size
-
-
-def listing_digest(files: Iterable[tuple[str, int]]) -> str:
-    """A digest of names and sizes: quick, and enough to tell one collection of files from another."""
-    digest = hashlib.sha256()
-    for name, size in files:
-        digest.update(os.fsencode(f"{name}\0{size}\0"))
-    return digest.hexdigest()

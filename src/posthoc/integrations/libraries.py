@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from posthoc.collect.network import Backbone
-from posthoc.errors import FileError, OptionError, PosthocError
+from posthoc.errors import FileError, OptionError
+from posthoc.integrations.files import expecting
 from posthoc.integrations.transforms import Transform, for_each
 from posthoc.optional import require
 
@@ -47,16 +47,12 @@ def weights_file(weights: str | None) -> Path | None:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors by name in a safetensors file, or in one that `torch.save` wrote."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with expecting(f"tensors by name in {path} (save model.state_dict() alone: a pickled model could run code)"):
         if path.suffix == ".safetensors":
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        advice = "save model.state_dict() alone. A whole pickled model is not loaded, since it could run code."
-        raise FileError(f"Expected tensors by name in {path}, found something else: {advice}") from error
     for name in WRAPPERS:
         content = content[name] if isinstance(content, Mapping) and isinstance(content.get(name), Mapping) else content
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
@@ -66,11 +62,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def load_weights(model: nn.Module, path: Path) -> nn.Module:
     """Load all weights of a file into a network, which must have exactly those; returns the network."""
-    try:
+    with expecting(f"weights for this network in {path}"):
         model.load_state_dict(read_weights(path))
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise FileError(f"Expected weights for this network in {path}, found others: {reason:.500}") from error
     return model
 
 
@@ -139,7 +132,7 @@ def load_transformers(name: str, weights: str | None) -> tuple[nn.Module, Transf
     source: dict[str, Any] = {"trust_remote_code": False}
     if path is None and weights not in (None, "DEFAULT"):
         source["revision"] = weights
-    try:
+    with expecting(f"a model of the Hugging Face hub or its folder at {name!r}"):
         config = transformers.AutoConfig.from_pretrained(name, **source)
         task = task_of(config, name)
         family = getattr(transformers, f"AutoModelFor{task}")
@@ -152,11 +145,6 @@ def load_transformers(name: str, weights: str | None) -> tuple[nn.Module, Transf
             return model, image_transform(transformers.AutoImageProcessor.from_pretrained(name, **source))
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
         return model, text_transform(tokenizer, getattr(config, "max_position_embeddings", None))
-    except PosthocError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise FileError(f"Expected a model of the Hugging Face hub or its folder, got {name!r}: {reason}") from error
 
 
 def task_of(config: Any, name: str) -> str:

@@ -20,7 +20,8 @@ from torch import nn
 from posthoc.collect.fingerprint import fingerprint
 from posthoc.collect.network import Backbone
 from posthoc.errors import FileError, LayerError, OptionError, warn
-from posthoc.integrations.datasets import Rows, file_digest, open_data
+from posthoc.integrations.datasets import Rows, open_data
+from posthoc.integrations.files import expecting, file_digest
 from posthoc.integrations.libraries import LIBRARIES, load_weights, weights_file
 from posthoc.integrations.onnx import OnnxGraph, onnx_files
 from posthoc.integrations.transforms import PLAIN, Collate, Transform, for_each
@@ -95,8 +96,7 @@ def open_predictor(plan: Plan) -> Predictor:
     elif rest:
         backbone = open_import(plan, device)
     else:
-        known = f"torchvision:resnet50, timm:NAME, hf:NAME, package.module:function or {', '.join(PROGRAMS)}"
-        raise OptionError(f"Expected a predictor such as {known}, got {name!r}.")
+        raise OptionError(f"Expected a predictor such as torchvision:resnet50, {', '.join(PROGRAMS)}, got {name!r}.")
     if plan.transform is not None:
         transform = open_transform(plan.transform, plan.trust_code)
     identity = {
@@ -149,10 +149,10 @@ def open_import(plan: Plan, device: torch.device) -> Backbone:
     path = weights_file(weights)
     if path is None and weights not in (None, "none"):
         raise OptionError(f'Expected a file of weights for {name!r}, or "none", got the name {weights!r}.')
+    if not callable(model) or (path is not None and not isinstance(model, nn.Module)):
+        kind = "an nn.Module" if path is not None else "an nn.Module or a callable"
+        raise OptionError(f"Expected {name!r} to return {kind}, got {type(model).__name__}.")
     if not isinstance(model, nn.Module):
-        if path is not None or not callable(model):
-            kind = "an nn.Module" if path is not None else "an nn.Module or a callable"
-            raise OptionError(f"Expected {name!r} to return {kind}, got {type(model).__name__}.")
         return Backbone(model, plan.layer, device if plan.device is not None else None)
     if path is not None:
         load_weights(model, path)
@@ -186,11 +186,8 @@ def open_program(plan: Plan, device: torch.device) -> Backbone:
     require_trust(f"Loading {path.name}", plan.trust_code)
     if path.suffix == ".pt2":
         return Backbone(load_exported(path, device), layer, device)
-    try:
+    with expecting(f"a TorchScript program in {path} (for weights: package.module:network ... --weights FILE)"):
         program = torch.jit.load(path, map_location=device)
-    except RuntimeError as error:
-        advice = "For a file of weights: posthoc collect package.module:network ... --weights FILE."
-        raise FileError(f"Expected a TorchScript program, found something else in {path}. {advice}") from error
     return Backbone(NamedOutputs(program, layer), "layer" if layer else None, device)
 
 
@@ -198,10 +195,8 @@ def load_exported(path: Path, device: torch.device) -> nn.Module:
     """A program that `torch.export.save` wrote, with the layers it was made of."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PyTorch warns of its own code
-        try:
+        with expecting(f"a file of torch.export.save in {path}"):
             program = torch.export.load(path)
-        except Exception as error:  # other files fail in many ways
-            raise FileError(f"Expected a file of torch.export.save, found something else in {path}.") from error
         if device.type != "cpu":
             from torch.export.passes import move_to_device_pass
 
@@ -232,8 +227,8 @@ class NamedOutputs(nn.Module):
         values = {str(name): value for name, value in items}
         if self.features is not None:
             if self.features not in values:
-                advice = f"It returns: {', '.join(values)}. Compile it so that it returns its features too."
-                raise LayerError(f"Expected as layer a value of the compiled network, got {self.features!r}. {advice}")
+                known = f"It returns: {', '.join(values)}."
+                raise LayerError(f"Expected as layer a value of the compiled network, got {self.features!r}. {known}")
             self.layer(values[self.features])
         others = (value for name, value in values.items() if name != self.features)
         return values.get("logits", next(others, returned))

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posthoc.errors import DataError, FileError, LayerError
+from posthoc.errors import DataError, LayerError
+from posthoc.integrations.files import expecting
 from posthoc.optional import require
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -33,11 +34,8 @@ class OnnxGraph:
         runtime = require("onnxruntime", "onnx", "An ONNX predictor")
         wanted = ["CUDAExecutionProvider"] if device.type == "cuda" else []
         providers = [name for name in (*wanted, "CPUExecutionProvider") if name in runtime.get_available_providers()]
-        try:
+        with expecting(f"an ONNX graph in {path}"):
             self.session = runtime.InferenceSession(str(path), providers=providers)
-        except Exception as error:  # ONNX Runtime's errors have no common base
-            reason = " ".join(str(error).split())
-            raise FileError(f"Expected an ONNX graph, found that {path} cannot be run: {reason}") from error
         self.inputs = {i.name: i for i in self.session.get_inputs()}
         outputs = [output.name for output in self.session.get_outputs()]
         if layer is not None and layer not in outputs[1:]:
@@ -65,9 +63,6 @@ class OnnxGraph:
     def _run(self, arrays: Arrays, size: int) -> list[np.ndarray[Any, Any]]:
         """The outputs for at most `size` rows; where there are fewer, the last one is repeated."""
         filled = {name: array[np.minimum(np.arange(size), len(array) - 1)] for name, array in arrays.items()}
-        try:
-            found: list[np.ndarray[Any, Any]] = self.session.run(self.outputs, filled)
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"Expected inputs that the graph can be run on, got others: {reason}") from error
-        return found
+        with expecting("inputs that the graph can be run on", DataError):
+            outputs: list[np.ndarray[Any, Any]] = self.session.run(self.outputs, filled)
+        return outputs
