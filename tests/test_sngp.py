@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc.errors import FileError, OptionError
+from posthoc.errors import FileError, LayerError
 from posthoc.io import read_head, write_head
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
@@ -21,7 +21,6 @@ from posthoc.methods.weights.sngp import (
     SpectralBound,
     bound_layers,
     settle_bounds,
-    typical_distance,
 )
 from tests.cases import Noisy, answers, in_eval, inputs, labels, mlp, same, values
 from tests.oracles import kernel_matrix
@@ -52,13 +51,6 @@ def test_random_features_stand_for_the_rbf_kernel():
     layer.lengthscale.fill_(1.7)
     expected = kernel_matrix("rbf", h.double(), h.double(), torch.tensor(1.7), 1.0)
     torch.testing.assert_close((layer(h) @ layer(h).mT).double(), expected, rtol=0, atol=0.03)
-
-
-def test_the_typical_distance_is_that_of_all_pairs_whatever_the_parts():
-    h = 1e6 + torch.randn(31, 4, generator=G().manual_seed(0)).double()
-    expected = float((h[:, None] - h).square().sum(-1).mean().sqrt())
-    assert typical_distance(iter(h.split(7))) == pytest.approx(expected, rel=1e-6)
-    assert typical_distance(iter([torch.ones(3, 2).double()])) == 1.0
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(5, 4), nn.Conv2d(2, 4, 3), nn.Conv1d(6, 2, 3, groups=2)])
@@ -162,6 +154,9 @@ def test_variance_grows_to_the_priors_away_from_the_data():
     network[1] = nn.Identity()
     y = in_eval(network, x) + 0.1 * values(200)
     method = SNGP(network, "regression", num_features=512, steps=0).fit((x, y))
+    h = method.network[:-1](x)
+    distance = torch.cdist(h, h).square().mean().sqrt()  # of all pairs: the lengthscale if none is given
+    torch.testing.assert_close(method.network[-1][0].lengthscale, distance)
     near, far = method.predict(x).latent_variance, method.predict(x + 100.0).latent_variance
     prior = in_eval(network, x).var(0, unbiased=False)
     assert near.mean() < 0.05 * prior
@@ -231,7 +226,7 @@ def test_same_seed_same_numbers_with_a_loader_that_shuffles():
     ],
 )
 def test_a_last_layer_that_is_not_linear_is_refused(network):
-    with pytest.raises(OptionError, match="the last Linear is '0', and it does not"):
+    with pytest.raises(LayerError, match="Expected the layer '0' to give the outputs"):
         SNGP(network, "classification", **QUICK).fit((inputs(), labels()))
 
 

@@ -55,10 +55,8 @@ class Dropout(DrawingMethod):
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         super().__init__(model, likelihood, **options)
         if not dropout_layers(self.module):
-            raise OptionError(
-                f"dropout needs a network with dropout layers, got a {type(self.module).__name__} without any. "
-                "Use another method, such as fmgp."
-            )
+            found = f"a {type(self.module).__name__} without any"
+            raise OptionError(f"dropout needs dropout layers, got {found}. Use another method, such as fmgp.")
 
     def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
         # The same seed for every batch, so that equal batches have equal predictions.

@@ -62,10 +62,7 @@ def as_members(model: Any) -> Any:
     if isinstance(model, nn.ModuleList):
         model = list(model)
     if isinstance(model, nn.Module) and not isinstance(model, Members):
-        raise OptionError(
-            f"ensemble averages several networks, got one {type(model).__name__}: give a list, "
-            "Ensemble([first, second], ...). For one network use another method, such as fmgp."
-        )
+        raise OptionError(f"ensemble averages several networks, got one {type(model).__name__}: give a list.")
     if not isinstance(model, Sequence):
         return model
     if others := [type(part).__name__ for part in model if not isinstance(part, nn.Module)]:

@@ -101,11 +101,8 @@ class HMC(DrawingMethod):
             others = [options.prior_precision**-0.5 * torch.randn_like(trained) for _ in range(options.chains - 1)]
             weights, noise, diagnostics = self._sample(posterior, [trained, *others])
         if options.max_r_hat is not None and diagnostics["r_hat"] > options.max_r_hat:
-            warn(
-                f"The chains do not agree: R-hat is {diagnostics['r_hat']:.2f} (above {options.max_r_hat:g}), draws "
-                f"are worth {diagnostics['ess']:.0f} independent ones, {sum(diagnostics['divergences'])} diverged. Use "
-                "more warmup and samples, or a greater max_tree_depth."
-            )
+            found = f"R-hat is {diagnostics['r_hat']:.2f}, draws are worth {diagnostics['ess']:.0f} independent ones"
+            warn(f"The chains do not agree: {found}. Use more warmup and samples, or a greater max_tree_depth.")
         if noise is not None:
             assert isinstance(likelihood, Gaussian)
             noise = noise.flatten(0, 1) * likelihood.scale.square()
@@ -152,18 +149,14 @@ class HMC(DrawingMethod):
         draws, steps = options.chains * (options.warmup + options.samples), 2**options.max_tree_depth
         work, memory = gradient * draws * float(steps), 8 * weights * draws
         if work > MAX_WORK or memory > MAX_BYTES:
-            raise OptionError(
-                f"hmc would take up to {work:.0e} multiplications (limit {MAX_WORK:.0e}), {work / WORK_PER_HOUR:,.0f} "
-                f"hours, and {memory / 2**30:.1f} GB (limit {MAX_BYTES / 2**30:.0f} GB) for {weights:,} weights, "
-                f"{points:,} points and {draws:,} draws of up to {steps:,} gradients. Give it fewer of these, freeze "
-                "layers, or use fmgp, laplace or mfvi."
-            )
+            costs = f"up to {work / WORK_PER_HOUR:,.0f} hours and {memory / 2**30:.1f} GB"
+            task = f"{weights:,} weights, {points:,} points and {draws:,} draws of up to {steps:,} gradients"
+            raise OptionError(f"hmc takes {costs} for {task}. Give it less, or use fmgp, laplace or mfvi.")
         return gradient
 
     def _posterior(self, job: Job, likelihood: Likelihood, names: list[str]) -> tuple[WeightPosterior, Tensor]:
         """The posterior on a copy of the network in float64, and the trained weights in it."""
-        device = self.backbone.device or torch.device("cpu")
-        device = torch.device("cpu") if device.type == "mps" else device  # which has no float64
+        device = self._home()
         network = copy.deepcopy(self.module).to(device, torch.float64).eval().requires_grad_(False)
         parameters = {name: p for name, p in network.named_parameters() if name in names}
 
@@ -175,11 +168,11 @@ class HMC(DrawingMethod):
 
         data = []
         for raw in self._batches(job.data, ROWS):
-            batch = change_tensors(raw, to_float64)
+            args, kwargs = change_tensors((raw.args, raw.kwargs), to_float64)
+            batch = Batch(args, kwargs, raw.target)
             data.append((batch, likelihood.check_targets(batch.target, self._answer(network, batch))))
         trained = torch.cat([p.reshape(-1) for p in parameters.values()])
-        multiplicity = job.num_data / sum(len(targets) for _, targets in data)
-        precision = self.config.prior_precision
+        precision, multiplicity = self.config.prior_precision, job.num_data / len(job.train)
         return WeightPosterior(answer, data, likelihood.to(device), precision, multiplicity), trained
 
     def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
@@ -197,6 +190,7 @@ class HMC(DrawingMethod):
         return Fitted(likelihood, shapes, weights=weights, noise=noise)
 
 
+@dataclass(eq=False)
 class WeightPosterior:
     """-log p(weights, noise | data), up to a constant, of a flat vector of weights and an unbounded noise coordinate.
 
@@ -211,21 +205,18 @@ class WeightPosterior:
         multiplicity: The number of points that each point of the data stands for.
     """
 
-    def __init__(
-        self,
-        answer: Callable[[Tensor, Batch], Tensor],
-        data: list[tuple[Batch, Tensor]],
-        likelihood: Likelihood,
-        prior_precision: float,
-        multiplicity: float = 1.0,
-    ) -> None:
-        self.answer, self.data, self.likelihood = answer, data, likelihood
-        self.prior_precision, self.multiplicity = prior_precision, multiplicity
+    answer: Callable[[Tensor, Batch], Tensor]
+    data: list[tuple[Batch, Tensor]]
+    likelihood: Likelihood
+    prior_precision: float
+    multiplicity: float = 1.0
+
+    def __post_init__(self) -> None:
         self.max_noise: Tensor | None = None  # () or (C,), in the likelihood's units
-        if isinstance(likelihood, Gaussian):
-            targets = columns(torch.cat([target for _, target in data]))
-            limit = MAX_NOISE * (targets.var(0, unbiased=False) / likelihood.scale.square()).clamp_min(1.0)
-            self.max_noise = limit if likelihood.noise_form == "per_output" else limit.amax()
+        if isinstance(self.likelihood, Gaussian):
+            targets = columns(torch.cat([target for _, target in self.data]))
+            limit = MAX_NOISE * (targets.var(0, unbiased=False) / self.likelihood.scale.square()).clamp_min(1.0)
+            self.max_noise = limit if self.likelihood.noise_form == "per_output" else limit.amax()
 
     def __call__(self, at: dict[str, Tensor]) -> Tensor:  # ()
         log_p = -0.5 * self.prior_precision * at["weights"].square().sum()

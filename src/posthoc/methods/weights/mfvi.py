@@ -74,10 +74,8 @@ class MFVI(FinetunedMethod):
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         super().__init__(model, likelihood, **options)
         if not noisy_layers(self.module):
-            raise OptionError(
-                f"mfvi puts noise on Linear and convolution layers, got a {type(self.module).__name__} without any. "
-                "Use another method, such as fmgp."
-            )
+            found = f"a {type(self.module).__name__} without any"
+            raise OptionError(f"mfvi needs Linear or convolution layers, got {found}. Use a method such as fmgp.")
 
     @property
     def log_std(self) -> dict[str, Tensor]:
@@ -128,10 +126,8 @@ class MFVI(FinetunedMethod):
         with torch.no_grad(), flipout(network, zeros, self._generator()) as used:
             self._answer(network, batch)
         if not used:
-            raise OptionError(
-                "mfvi puts noise on the weights of Linear and convolution layers, and all of them are frozen, or not "
-                "used: set requires_grad=True for some of them."
-            )
+            found = "all of them are frozen or not used: call requires_grad_(True) on some"
+            raise OptionError(f"mfvi puts noise on the weights of Linear and convolution layers, but {found}.")
         return {name: p.detach() for name, p in weights.items() if name in used}
 
     def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)

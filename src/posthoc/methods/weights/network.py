@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from posthoc.base import CHUNK, Fitted, Job, Method
 from posthoc.collect.class_scores import as_logits
-from posthoc.collect.loaders import Batch, is_arrays, iterate, move, row_count, take, tensors_of
+from posthoc.collect.loaders import Batch, is_arrays, iterate, row_count, take
 from posthoc.collect.network import Backbone, evaluating, exclusive, run_network
 from posthoc.collect.outputs import Outputs
 from posthoc.config import TrainingConfig
@@ -24,8 +23,6 @@ from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.predictive.base import Predictive, require_finite_prediction
 from posthoc.predictive.latent import ZeroLatent
 from posthoc.training import History, Ranks, train
-
-ADVICE = "For outputs alone use a method such as fmgp, laplace or temperature."
 
 
 class NetworkMethod(Method):
@@ -42,15 +39,14 @@ class NetworkMethod(Method):
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         if not isinstance(model, nn.Module):
             found = "none" if model is None else f"a {type(model).__name__}"
-            raise OptionError(f"{self.name} needs the network itself, an nn.Module, got {found}. {ADVICE}")
+            advice = "For outputs alone use a method such as fmgp, laplace or temperature."
+            raise OptionError(f"{self.name} needs the network itself, an nn.Module, got {found}. {advice}")
         super().__init__(model, likelihood, **options)
         self.module = model
 
     def _batches(self, data: Any, size: int = 256) -> Iterator[Batch]:
-        """The batches of data on the network's device; raises where inputs are not finite."""
-        for batch in self.backbone.batches(iterate(data, size)):
-            device = next((tensor.device for tensor in tensors_of(batch)), self.backbone.device or torch.device("cpu"))
-            yield batch._replace(target=move(batch.target, device) if batch.target is not None else None)
+        """The batches of data, with the inputs on the network's device; raises where these are not finite."""
+        return self.backbone.batches(iterate(data, size))
 
     def _answer(self, network: nn.Module, batch: Batch, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """The logits or outputs (N, ...) of a network, with these values in place of its parameters if given."""
@@ -114,9 +110,7 @@ class DrawingMethod(NetworkMethod):
 
     def _start(self, job: Job) -> Likelihood:
         """A likelihood in the units of the data, without temperature and with noise of the residuals' size."""
-        likelihood = copy.deepcopy(self._likelihood).to(job.train.outputs.device)
-        assert job.train.targets is not None
-        likelihood.initialize(job.train.outputs, job.train.targets)
+        likelihood = self._start_likelihood(job.train, job.train.outputs.device)
         likelihood.reset()
         return likelihood
 
@@ -238,13 +232,12 @@ class NetworkBatches:
 
     def _endless(self) -> Iterator[SingleBatch]:
         while True:
-            empty, data = True, self.data
+            batch, data = None, self.data
             if is_arrays(data):  # a loader has an order of its own
                 data = take(data, torch.randperm(row_count(data), generator=self.generator))
             for batch in self.method._batches(data, self.size):
-                empty = False
                 yield SingleBatch(*batch)
-            if empty:
+            if batch is None:
                 raise DataError("Expected data in every pass of the loader, got none in the last one.")
 
 

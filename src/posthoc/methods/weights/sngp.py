@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
+from posthoc.methods.laplace.last_layer import find_last_layer
 from posthoc.methods.weights.network import FinetunedMethod
 from posthoc.numerics import cholesky
 from posthoc.predictive.base import Predictive
@@ -87,13 +88,10 @@ class SNGP(FinetunedMethod):
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         super().__init__(model, likelihood, **options)
-        linear = [name for name, part in self.module.named_modules() if name and isinstance(part, nn.Linear)]
-        if not linear:
-            raise OptionError(
-                f"sngp replaces the last layer, which must be Linear, got a {type(self.module).__name__} without any "
-                "Linear layer inside. Use another method, such as fmgp."
-            )
-        self._last = linear[-1]
+        if not self.backbone.takes_input:
+            found = f"a {type(self.module).__name__} without any"
+            raise OptionError(f"sngp replaces the last Linear layer, got {found}. Use another method, such as fmgp.")
+        self._last = str(self.backbone.layer)
 
     @property
     def network(self) -> nn.Module:
@@ -101,21 +99,24 @@ class SNGP(FinetunedMethod):
         network: nn.Module = self._require_fitted("network").network
         return network
 
+    def _reads(self) -> tuple[str, ...]:
+        return ("features",)
+
     def _finetune(self, job: Job) -> Fitted:
+        find_last_layer(self.backbone, job.train, job.device)  # refuses a network that does not end in this layer
         likelihood = self._start(job).requires_grad_(False)
         generator = torch.Generator().manual_seed(self.config.seed)
         network = copy.deepcopy(self.module).eval()
         bound_layers(network, self._last, self.config.norm_bound, generator)
-        with evaluating(self.module), torch.no_grad():
-            self._check_last(next(self._batches(job.data)))
-            head = _, linear = self._replace_last(network, generator)
-            outputs = columns(job.train.outputs)[:, -linear.out_features :]  # a single logit is the last of two
-            self._start_head(network, head, outputs.mean(0), job)
+        features, linear = self._replace_last(network, generator)
+        outputs = columns(job.train.outputs)[:, -linear.out_features :]  # a single logit is the last of two
+        with torch.no_grad():
+            self._start_head(network, features, linear, outputs.mean(0), job)
         variance = outputs.var(0, unbiased=False)
         if isinstance(likelihood, Categorical):
             variance = variance.mean().expand_as(variance)
         prior = self.config.prior_precision / torch.where(variance > 0, variance, 1.0)
-        history = self._minimize(
+        self.history = self._minimize(
             job,
             likelihood,
             [p for p in network.parameters() if p.requires_grad],
@@ -126,44 +127,21 @@ class SNGP(FinetunedMethod):
         settle_bounds(network)
         with torch.no_grad():
             basis, variances = self._laplace(network, linear, likelihood, prior, job)
-        self.history = history
         return Fitted(likelihood, network=network.requires_grad_(False), basis=basis, variances=variances)
 
-    def _run(self, network: nn.Module, layer: nn.Module, batch: Batch) -> tuple[list[Tensor], Tensor]:
-        """The input (N, F) of each call of a layer, and the output (N, ...) of the network."""
-        calls: list[Tensor] = []
-
-        def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            calls.append(args[0] if args else kwargs["input"])
-
-        handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
+    def _run(self, network: nn.Module, layer: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:  # (N, F), (N, ...)
+        """The input of a layer, in float64, and the output of the network."""
+        inputs: list[Tensor] = []
+        handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].double()))
         try:
-            return calls, self._answer(network, batch)
+            outputs = self._answer(network, batch)
         finally:
             handle.remove()
-
-    def _runs(self, network: nn.Module, layer: nn.Module, job: Job) -> Iterator[tuple[Tensor, Tensor, Batch]]:
-        """The input of a layer in float64, the output of the network and the batch, for all batches of the data."""
-        for batch in self._batches(job.data):
-            calls, outputs = self._run(network, layer, batch)
-            yield calls[0].double(), outputs, batch
-
-    def _check_last(self, batch: Batch) -> None:
-        """Refuses a network whose output is not that of its last linear layer."""
-        with exclusive(self.module):
-            layer = self.module.get_submodule(self._last)
-            calls, outputs = self._run(self.module, layer, batch)
-            same = len(calls) == 1 and torch.equal(in_shape(columns(layer(calls[0])), outputs), columns(outputs))
-        if not same:
-            raise OptionError(
-                f"sngp replaces the last layer, which must be Linear and give the network's output; here the last "
-                f"Linear is {self._last!r}, and it does not. Wrap the network, or use another method, such as fmgp."
-            )
+        return inputs[0], outputs
 
     def _replace_last(self, network: nn.Module, generator: Any = None) -> tuple[RandomFeatures, nn.Linear]:
         """Puts random features and a linear layer of zeros in place of the last layer."""
-        old = network.get_submodule(self._last)
-        assert isinstance(old, nn.Linear)
+        old: Any = network.get_submodule(self._last)
         features = RandomFeatures(old.in_features, self.config.num_features, generator)
         linear = nn.utils.skip_init(nn.Linear, self.config.num_features, old.out_features)
         for parameter in linear.parameters():
@@ -171,19 +149,24 @@ class SNGP(FinetunedMethod):
         network.set_submodule(self._last, nn.Sequential(features, linear).to(old.weight).eval())
         return features, linear
 
-    def _start_head(self, network: nn.Module, head: Any, mean: Tensor, job: Job) -> None:
+    def _start_head(
+        self, network: nn.Module, features: RandomFeatures, linear: nn.Linear, mean: Tensor, job: Job
+    ) -> None:
         """Sets the lengthscale, and first weights that reproduce the network's outputs."""
-        features, linear = head
-        lengthscale = self.config.lengthscale or typical_distance(h for h, _, _ in self._runs(network, features, job))
+        lengthscale = self.config.lengthscale
+        if lengthscale is None:
+            h = torch.cat([self._run(network, features, batch)[0] for batch in self._batches(job.data)])
+            lengthscale = float((2.0 * h.var(0, unbiased=False).sum()).sqrt()) or 1.0
         features.lengthscale.fill_(lengthscale)
         size = linear.in_features
         gram = torch.zeros(size, size, dtype=torch.float64, device=mean.device)
         cross = gram.new_zeros(size, len(mean))
-        for phi, _, batch in self._runs(network, linear, job):
-            with exclusive(self.module):
+        with evaluating(self.module), exclusive(self.module):
+            for batch in self._batches(job.data):
+                phi, _ = self._run(network, linear, batch)
                 outputs = columns(self._answer(self.module, batch))[:, -len(mean) :]
-            gram += phi.mT @ phi
-            cross += phi.mT @ (outputs - mean)
+                gram += phi.mT @ phi
+                cross += phi.mT @ (outputs - mean)
         gram.diagonal().add_(START_NOISE * self.config.prior_precision)
         linear.bias.copy_(mean)
         linear.weight.copy_(torch.cholesky_solve(cross, cholesky(gram, "the random features' Gram matrix")).mT)
@@ -194,7 +177,8 @@ class SNGP(FinetunedMethod):
         """The covariance U diag(v_c) Uᵀ of the last layer's weights for output c; sets the noise in regression."""
         gram = torch.zeros(linear.in_features, linear.in_features, dtype=torch.float64, device=prior.device)
         squares, rows = torch.zeros_like(prior), 0
-        for phi, outputs, batch in self._runs(network, linear, job):
+        for batch in self._batches(job.data):
+            phi, outputs = self._run(network, linear, batch)
             weight = torch.ones_like(phi[:, 0])
             if isinstance(likelihood, Categorical):
                 p = (outputs.double() / likelihood.temperature).softmax(-1).amax(-1)
@@ -214,8 +198,8 @@ class SNGP(FinetunedMethod):
     def _features(self, fitted: Any, batch: Batch) -> tuple[Tensor, Tensor]:  # (N, D), (N, ...)
         """The random features of a batch in the basis of the covariance, and the outputs of the copy."""
         fitted.to(self.backbone.device)
-        calls, outputs = self._run(fitted.network, fitted.network.get_submodule(f"{self._last}.1"), batch)
-        return calls[0].double() @ fitted.basis, outputs
+        phi, outputs = self._run(fitted.network, fitted.network.get_submodule(f"{self._last}.1"), batch)
+        return phi @ fitted.basis, outputs
 
     def _batch_predictor(self, fitted: Any, *, covariance: bool) -> Callable[[Batch], Predictive]:
         if self.config.prediction == "monte_carlo":
@@ -305,24 +289,13 @@ def bound_layers(network: nn.Module, last: str, bound: float, generator: torch.G
 @torch.no_grad()
 def settle_bounds(network: nn.Module) -> None:
     """Replaces bounded weights by ordinary ones that are exactly within the bound."""
-    for layer in list(network.modules()):
-        parametrizations = getattr(layer, "parametrizations", {})
-        if "weight" in parametrizations and isinstance(bound := parametrizations["weight"][0], SpectralBound):
+    layers: list[Any] = [layer for layer in network.modules() if parametrize.is_parametrized(layer, "weight")]
+    for layer in layers:
+        if isinstance(bound := layer.parametrizations.weight[0], SpectralBound):
             parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
             weight = layer.get_parameter("weight")
             norm = torch.linalg.matrix_norm(weight.flatten(1).double(), 2)
             weight.div_((norm / bound.bound).clamp_min(1.0).to(weight.dtype))
-
-
-def typical_distance(parts: Iterable[Tensor]) -> float:
-    """The root mean square distance between two rows, √(2 Σ_j Var(h_j)), or 1 where all rows are equal."""
-    rows, squares, mean = 0, 0.0, torch.zeros((), dtype=torch.float64)
-    for part in parts:  # means and sums of squares of parts are merged without cancellation
-        own = part.mean(0)
-        step, share = own - mean, len(part) / (rows + len(part))
-        squares += float((part - own).square().sum()) + rows * share * float(step.square().sum())
-        rows, mean = rows + len(part), mean + share * step
-    return (2.0 * squares / rows) ** 0.5 or 1.0
 
 
 def in_shape(values: Tensor, outputs: Tensor) -> Tensor:
