@@ -198,8 +198,8 @@ def test_bad_options_are_refused(name, options, match):
     ("name", "network", "match"),
     [
         ("mfvi", nn.Sequential(nn.BatchNorm1d(3)), "got a Sequential without any"),
-        ("sngp", nn.Sequential(nn.Flatten()), "without any Linear layer inside"),
-        ("dropout", nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 2)), "needs a network with dropout layers"),
+        ("sngp", nn.Sequential(nn.Flatten()), "last Linear layer, got a Sequential without any"),
+        ("dropout", nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 2)), "needs dropout layers, got a Sequential"),
     ],
 )
 def test_networks_without_the_layers_that_a_method_needs_are_refused(name, network, match):
