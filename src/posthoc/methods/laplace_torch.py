@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal
@@ -27,24 +27,15 @@ from posthoc.optional import require
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import DenseLatent
 
-COPIES = 4
-"""Matrices over all weights that exist at once."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LaplaceTorchConfig(MethodConfig):
     """Options of `LaplaceTorch`."""
 
     curvature: Literal["kron", "full", "diag"] = "kron"
-    subnetwork: Any = None
+    subnetwork: int | None = option(None, least=1)
     prior_precision: Literal["marglik"] | float = option("marglik", above=0.0)
     batch_size: int = option(256, least=1)
-    max_gigabytes: float = option(8.0, above=0.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.subnetwork is not None and self.curvature == "kron":
-            raise OptionError('Expected curvature="full" or "diag" for a subnetwork, got "kron".')
 
 
 class LaplaceTorch(NetworkMethod):
@@ -56,10 +47,9 @@ class LaplaceTorch(NetworkMethod):
         model: An `nn.Module` that takes one tensor.
         likelihood: As for `Laplace`; the noise is shared by all outputs, and the temperature is 1.
         curvature: "kron", "full" or "diag"; "full" or "diag" of a subnetwork.
-        subnetwork: The number of the largest weights, or the names of modules or parameters; None for all weights.
+        subnetwork: The number of weights, those of largest magnitude; None for all weights.
         prior_precision: "marglik" (it and the noise maximize the marginal likelihood), or the precision itself.
         batch_size: Rows of arrays that the network is run on at a time.
-        max_gigabytes: The most memory that the matrices of a full curvature may take.
         device: Where a network without weights computes.
     """
 
@@ -68,27 +58,11 @@ class LaplaceTorch(NetworkMethod):
     config: LaplaceTorchConfig
     needs_classes = True
 
-    def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
-        super().__init__(model, likelihood, **options)
-        self.indices = subnetwork_indices(self.module, self.config.subnetwork)
-        free = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-        self.num_weights = len(self.indices) if self.indices is not None else free
-        allowed = self.config.max_gigabytes
-        needed = COPIES * 4 * self.num_weights**2 / 1e9
-        if self.config.curvature == "full" and needed > allowed:
-            raise OptionError(
-                f'Expected curvature="full" to fit into {allowed:g} GB, found that {self.num_weights} weights need '
-                f'{needed:.3g} GB. Use curvature="kron" or "diag", a smaller subnetwork, or a larger max_gigabytes.'
-            )
-
     def _suited(self, likelihood: Any) -> Likelihood:
         suited = linearized(likelihood)
         spec = suited.spec()
         if spec.get("temperature", 1.0) != 1.0 or spec.get("noise", "shared") != "shared":
-            raise OptionError(
-                "laplace-torch has a temperature of 1 and one noise for all outputs: use Categorical(temperature=1.0) "
-                'or Gaussian("shared").'
-            )
+            raise OptionError(f'laplace-torch needs Categorical(temperature=1.0) or Gaussian("shared"), got {spec}.')
         return suited
 
     @property
@@ -98,25 +72,31 @@ class LaplaceTorch(NetworkMethod):
 
     def _fit(self, job: Job) -> FittedLaplaceTorch:
         laplace = require("laplace", "laplace", "A Laplace approximation over these weights")
-        likelihood = self._start_likelihood(job.train, job.train.outputs.device)
-        network = FlatOutputs(copy.deepcopy(self.module).eval(), self._answer)
+        form, count = self.config.curvature, self.config.subnetwork
+        weights = [p.detach().reshape(-1) for p in self.module.parameters() if p.requires_grad]
+        if not weights:
+            raise OptionError("Expected weights that are not frozen, got none: call requires_grad_() on some of them.")
+        if count is not None and form == "kron":
+            raise OptionError('Expected curvature="full" or "diag" for a subnetwork, got "kron".')
         subset: dict[str, Any] = {"subset_of_weights": "all"}
-        if self.indices is not None:
-            subset = {"subset_of_weights": "subnetwork", "subnetwork_indices": self.indices}
+        if count is not None:
+            largest = torch.cat(weights).abs().argsort(descending=True)[:count].sort().values
+            subset = {"subset_of_weights": "subnetwork", "subnetwork_indices": largest.cpu()}
+        likelihood = self._start_likelihood(job.train, job.train.outputs.device)
         with warnings.catch_warnings(action="ignore"):  # the user can do nothing about what laplace-torch warns of
-            form = self.config.curvature
-            approximation = laplace.Laplace(network, self._likelihood.task, hessian_structure=form, **subset)
+            network = FlatOutputs(self, copy.deepcopy(self.module).eval())
+            approximation = laplace.Laplace(network, likelihood.task, hessian_structure=form, **subset)
             approximation.fit(Loader(self, job))
             maximize_evidence(approximation, self.config.prior_precision, likelihood)
         return FittedLaplaceTorch(likelihood, approximation)
 
     def _batch_predictor(self, fitted: FittedLaplaceTorch, *, covariance: bool) -> Callable[[Batch], Predictive]:
         def predict(batch: Batch) -> Predictive:
-            outputs, x = self._answer(self.module, batch), one_tensor(batch)
+            outputs, x, approximation = self._answer(self.module, batch), one_tensor(batch), fitted.approximation
             likelihood, width = fitted.likelihood.to(outputs.device), outputs.shape[1:].numel()
-            rows = rows_that_fit(width * self.num_weights)
+            rows = rows_that_fit(width * approximation.n_params)
             # laplace-torch's own way to the Gaussian over the outputs: its public call gives class probabilities.
-            parts = [fitted.approximation._glm_predictive_distribution(part)[1].double() for part in x.split(rows)]
+            parts = [approximation._glm_predictive_distribution(part)[1].double() for part in x.split(rows)]
             v = torch.cat(parts).reshape(-1, width, width)
             if isinstance(likelihood, Gaussian):
                 v = v / torch.outer(likelihood.scale, likelihood.scale)
@@ -138,11 +118,11 @@ class FittedLaplaceTorch(Fitted):
 
 
 class FlatOutputs(nn.Module):
-    """A network whose output is one row for each point, as laplace-torch expects."""
+    """A copy of a network whose output is one row for each point, as laplace-torch expects."""
 
-    def __init__(self, network: nn.Module, answer: Callable[[nn.Module, Batch], Tensor]) -> None:
+    def __init__(self, method: LaplaceTorch, network: nn.Module) -> None:
         super().__init__()
-        self.network, self.answer = network, answer
+        self.answer, self.network = method._answer, network
 
     def forward(self, x: Tensor) -> Tensor:  # (N, C)
         return self.answer(self.network, Batch((x,), {}, None)).flatten(1)
@@ -158,31 +138,8 @@ class Loader:
         likelihood, weight = self.method._likelihood, next(self.method.module.parameters())
         for batch in self.method._batches(self.data, self.method.config.batch_size):
             x = one_tensor(batch)
-            outputs = weight.new_zeros(len(x), *self.dataset.outputs.shape[1:])
-            y = likelihood.check_targets(batch.target, outputs)
+            y = likelihood.check_targets(batch.target, weight.new_zeros(len(x), *self.dataset.outputs.shape[1:]))
             yield x, y if likelihood.task == "classification" else y.to(weight).reshape(len(x), -1)
-
-
-def subnetwork_indices(module: nn.Module, subnetwork: int | Sequence[str] | None) -> Tensor | None:
-    """The numbers of a subnetwork's weights among all that are not frozen."""
-    free = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-    if not free:
-        raise OptionError("laplace-torch needs weights that are not frozen: call requires_grad_() on some of them.")
-    if subnetwork is None:
-        return None
-    if isinstance(subnetwork, int):
-        size = torch.cat([p.reshape(-1).abs() for p in free.values()])
-        return size.argsort(descending=True, stable=True)[: max(1, subnetwork)].sort().values.cpu()
-    chosen: set[str] = set()
-    for name in subnetwork:
-        parts = {parameter for parameter in free if f"{parameter}.".startswith(f"{name}.")}
-        if not parts:
-            raise OptionError(
-                f"Expected subnetwork to name modules or parameters that are not frozen, got {name!r}. The "
-                f"parameters are: {', '.join(free)}."
-            )
-        chosen |= parts
-    return torch.cat([torch.full((p.numel(),), name in chosen) for name, p in free.items()]).nonzero().squeeze(-1)
 
 
 def maximize_evidence(approximation: Any, prior: str | float, likelihood: Likelihood) -> None:
@@ -217,8 +174,5 @@ def spectrum(curvature: Any) -> Tensor:
 def one_tensor(batch: Batch) -> Tensor:
     """The input of a network that takes one tensor."""
     if len(batch.args) != 1 or not isinstance(batch.args[0], Tensor) or batch.kwargs:
-        raise DataError(
-            f"laplace-torch takes networks of one tensor, got {len(batch.args)} inputs and {len(batch.kwargs)} named "
-            "ones: wrap the network, or use a method that needs outputs alone."
-        )
+        raise DataError("laplace-torch takes networks of one tensor, got more inputs or named ones: wrap the network.")
     return batch.args[0]
