@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.calibration import read
 from benchmarks.harness import console, finish, options, timed, with_data, yes
-from posthoc import Outputs
-from posthoc.methods import Laplace
+from posthoc import Laplace, Outputs
 from posthoc.methods.laplace.last_layer import find_last_layer
 
 KNOWN = {"kron": 0.2414, "full": 0.2384}

@@ -22,9 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks.harness import console, finish, options, with_data
-from posthoc import FMGP, Predictive
+from posthoc import FMGP, MAP, Laplace, Predictive
 from posthoc.evaluate.metrics import coverage, cqm, crps, nll, rmse
-from posthoc.methods import MAP, Laplace
 from posthoc.predictive.base import LatentGaussian
 from posthoc.predictive.regression import RegressionPredictive
 from reproduction.data import load

@@ -21,14 +21,14 @@ import typer
 from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
-from posthoc import FMGP, MAP, DataError, OptionError, Outputs, PosthocError, Temperature, save_outputs
+from posthoc import FMGP, MAP, DataError, Ensemble, OptionError, Outputs, PosthocError, Temperature, save_outputs
 from posthoc.base import Job
 from posthoc.cli import compare as command
 from posthoc.evaluate.compare import Comparison, Row, compare, task_of
 from posthoc.evaluate.evaluate import evaluate
 from posthoc.evaluate.report.summary import Estimate
 from posthoc.evaluate.report.tables import COLUMNS, Column, digits, places_of
-from posthoc.methods import REGISTRY, Ensemble
+from posthoc.methods import REGISTRY
 from tests.cases import QUICK, Noisy, inputs, labels, mlp, recorded, values
 
 

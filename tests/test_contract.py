@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc import Outputs, load
+from posthoc import GP, Outputs, VaLLA, load
 from posthoc.base import Method
 from posthoc.errors import DataError, OptionError
-from posthoc.methods import GP, REGISTRY, VaLLA
+from posthoc.methods import REGISTRY
 from posthoc.training.loop import PlainSteps
 
 QUICK: dict[str, dict[str, Any]] = {

@@ -9,8 +9,7 @@ from scipy.optimize import minimize_scalar
 from scipy.stats import norm
 from torch import Tensor, nn
 
-from posthoc import Categorical, Gaussian, OptionError
-from posthoc.methods import Dropout
+from posthoc import Categorical, Dropout, Gaussian, OptionError
 from posthoc.methods.weights.network import likeliest_noise
 from tests.cases import WIDTH, Attentive, Noisy, answers, in_eval, inputs, labels, same, values
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc import DataError, FileError, Gaussian, OptionError, load
+from posthoc import DataError, Ensemble, FileError, Gaussian, OptionError, load
 from posthoc.io import read_head
-from posthoc.methods import Ensemble
 from tests.cases import Noisy, answers, in_eval, inputs, labels, mlp, recorded, same, values
 
 

@@ -55,7 +55,7 @@ def test_head_of_a_method_nobody_knows_is_refused(tmp_path):
         "classes": None,
     }
     write_head(tmp_path / "head", {"a": torch.zeros(1)}, {**header, "method": "from_the_future"})
-    with pytest.raises(FileError, match="found one of 'from_the_future'"):
+    with pytest.raises(FileError, match="head of 'from_the_future'"):
         load(tmp_path / "head")
 
 

@@ -17,11 +17,11 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
+from posthoc import ELLA, MAP, MFVI, SNGP, Laplace, Temperature, VaLLA
 from posthoc.base import Method
 from posthoc.evaluate import metrics as m
 from posthoc.evaluate.evaluate import Evaluation, details, score
 from posthoc.fmgp import FMGP
-from posthoc.methods import ELLA, MAP, MFVI, SNGP, Laplace, Temperature, VaLLA
 from reproduction.data.images import CIFAR10_CLASSES
 from reproduction.experiments.cifar_networks import CROPS, Cifar
 from reproduction.experiments.experiment import Experiment, Request

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from posthoc import MAP, Temperature
 from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import PosthocError, UnavailableError
 from posthoc.fmgp import FMGP
 from posthoc.integrations.libraries import image_transform, require_all_loaded
 from posthoc.integrations.transforms import Collate
-from posthoc.methods import MAP, Temperature
 from posthoc.optional import require
 from reproduction.data import Dataset, cifar10, cifar100
 from reproduction.data.files import DataFolder

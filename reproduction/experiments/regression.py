@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from posthoc import ELLA, MAP, MFVI, Laplace, VaLLA
 from posthoc.base import Method
 from posthoc.evaluate.cost import versions
 from posthoc.fmgp import FMGP
 from posthoc.io import atomic_path, require_folder
-from posthoc.methods import ELLA, MAP, MFVI, Laplace, VaLLA
 from reproduction.data import load
 from reproduction.data.files import cache_folder
 from reproduction.experiments.experiment import Experiment, Request

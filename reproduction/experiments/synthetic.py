@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posthoc import GP, HMC, MFVI, LaplaceTorch
 from posthoc.cli.demo_data import heteroscedastic, train_network
 from posthoc.errors import FileError
 from posthoc.evaluate.evaluate import score
 from posthoc.fmgp import FMGP
-from posthoc.methods import GP, HMC, MFVI, LaplaceTorch
 from reproduction.experiments.experiment import Experiment, Request
 from reproduction.experiments.variants import QUICK, FitData, Variant, quality_of
 from reproduction.figures import band_figure, group_by

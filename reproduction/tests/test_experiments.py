@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from posthoc import FMGP, RBF, Outputs
+from posthoc import FMGP, MAP, RBF, Outputs, Temperature
 from posthoc.errors import (
     FileError,
     MissingExtraError,
@@ -22,7 +22,6 @@ from posthoc.errors import (
     PosthocWarning,
     UnavailableError,
 )
-from posthoc.methods import MAP, Temperature
 from reproduction.data import Dataset
 from reproduction.data.images import CIFAR10_CLASSES
 from reproduction.experiments import EXPERIMENTS, Request, cifar_networks, experiment_named, regression

@@ -31,22 +31,20 @@ from posthoc.kernels import RBF, Constant, Kernel, Linear, Matern, White
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods import (
-    ELLA,
-    GP,
-    HMC,
-    MAP,
-    MFVI,
-    SNGP,
-    Dropout,
-    Ensemble,
-    Laplace,
-    LaplaceTorch,
-    Temperature,
-    VaLLA,
-    Vector,
-    load,
-)
+from posthoc.methods import load
+from posthoc.methods.gp import GP
+from posthoc.methods.laplace.laplace import Laplace
+from posthoc.methods.laplace_torch import LaplaceTorch
+from posthoc.methods.map import MAP
+from posthoc.methods.ntk.ella import ELLA
+from posthoc.methods.ntk.valla import VaLLA
+from posthoc.methods.temperature import Temperature
+from posthoc.methods.vector import Vector
+from posthoc.methods.weights.dropout import Dropout
+from posthoc.methods.weights.ensemble import Ensemble
+from posthoc.methods.weights.hmc import HMC
+from posthoc.methods.weights.mfvi import MFVI
+from posthoc.methods.weights.sngp import SNGP
 from posthoc.predictive.base import LatentGaussian, Predictive
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.conformal import Conformal

@@ -135,7 +135,7 @@ def open_data(paths: dict[str, str], columns: shared.Columns) -> dict[str, Outpu
 def check_data(data: dict[str, Outputs], task: str | None, outputs_are: str) -> str:
     """The task, if the data are complete and fit each other."""
     from posthoc.evaluate.compare import reread, task_of
-    from posthoc.methods import MAP
+    from posthoc.methods.map import MAP
 
     for role, rows in data.items():
         reread(role, rows)

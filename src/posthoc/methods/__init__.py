@@ -9,44 +9,27 @@ import torch
 
 from posthoc.base import Method
 from posthoc.errors import FileError, OptionError
-from posthoc.fmgp import FMGP
 from posthoc.io import read_head
-from posthoc.methods.gp import GP
-from posthoc.methods.laplace.laplace import Laplace
-from posthoc.methods.laplace_torch import LaplaceTorch
-from posthoc.methods.map import MAP
-from posthoc.methods.ntk.ella import ELLA
-from posthoc.methods.ntk.valla import VaLLA
-from posthoc.methods.temperature import Temperature
-from posthoc.methods.vector import Vector
-from posthoc.methods.weights.dropout import Dropout
-from posthoc.methods.weights.ensemble import Ensemble
-from posthoc.methods.weights.hmc import HMC
-from posthoc.methods.weights.mfvi import MFVI
-from posthoc.methods.weights.sngp import SNGP
 from posthoc.registry import Registry
 
-__all__ = [
-    "ELLA",
-    "GP",
-    "HMC",
-    "MAP",
-    "MFVI",
-    "REGISTRY",
-    "SNGP",
-    "Dropout",
-    "Ensemble",
-    "Laplace",
-    "LaplaceTorch",
-    "Temperature",
-    "VaLLA",
-    "Vector",
-    "load",
-    "method_named",
-]
-
-METHODS = (FMGP, MAP, Temperature, Vector, Laplace, ELLA, VaLLA, Ensemble, Dropout, MFVI, SNGP, GP, HMC)
-REGISTRY = Registry("posthoc.methods", {method.name: method for method in METHODS})
+REGISTRY = Registry(
+    "posthoc.methods",
+    {
+        "fmgp": "posthoc.fmgp:FMGP",
+        "map": "posthoc.methods.map:MAP",
+        "temperature": "posthoc.methods.temperature:Temperature",
+        "vector": "posthoc.methods.vector:Vector",
+        "laplace": "posthoc.methods.laplace.laplace:Laplace",
+        "ella": "posthoc.methods.ntk.ella:ELLA",
+        "valla": "posthoc.methods.ntk.valla:VaLLA",
+        "ensemble": "posthoc.methods.weights.ensemble:Ensemble",
+        "dropout": "posthoc.methods.weights.dropout:Dropout",
+        "mfvi": "posthoc.methods.weights.mfvi:MFVI",
+        "sngp": "posthoc.methods.weights.sngp:SNGP",
+        "gp": "posthoc.methods.gp:GP",
+        "hmc": "posthoc.methods.weights.hmc:HMC",
+    },
+)
 """Every method by name. Another package adds its own by an entry point of the group "posthoc.methods"."""
 
 
@@ -81,8 +64,5 @@ def load(path: str | os.PathLike[str], *, model: Any = None, device: str | torch
     """
     name = read_head(path)[1]["method"]
     if name not in REGISTRY:
-        raise FileError(
-            f"Expected a head of {', '.join(sorted(REGISTRY))}, found one of {name!r} in {path}: it needs a later "
-            "version of posthoc, or the package that registers the method."
-        )
+        raise FileError(f"{path} is a head of {name!r}: it needs a later posthoc, or the package that has this method.")
     return method_named(name).load(path, model=model, device=device)

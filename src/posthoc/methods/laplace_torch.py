@@ -106,7 +106,7 @@ class LaplaceTorch(NetworkMethod):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Raises: the approximation is laplace-torch's own object."""
-        raise OptionError("A fit of laplace-torch cannot be saved: use posthoc.methods.Laplace, or fit it again.")
+        raise OptionError("A fit of laplace-torch cannot be saved: use Laplace, or fit it again.")
 
 
 class FittedLaplaceTorch(Fitted):

@@ -42,7 +42,7 @@ class Laplace(Method):
     """The weights of the last layer as Gaussian, with the curvature of the loss at the trained ones as its precision.
 
     `Outputs` with features are enough: the last layer is then found by least squares. Other subsets of the weights are
-    for `posthoc.methods.LaplaceTorch`. Nothing in it is random.
+    for `LaplaceTorch`. Nothing in it is random.
 
     Args:
         model: An `nn.Module` whose last layer is an `nn.Linear`, or None to work from `Outputs` with features.
