@@ -102,10 +102,11 @@ def sum_curvature(
         bias: Whether the last feature is the constant.
         share: The number of points that each row stands for.
     """
-    rows, sums = 0, [torch.zeros(())]
+    rows = 0
+    sums: list[Tensor] = []
     for x, p in parts:
         more = sums_of_classes(x, p, form) if classes else [x.mT @ x]
-        sums = [total.add_(part) for total, part in zip(sums, more, strict=True)] if rows else more
+        sums = [total.add_(part) for total, part in zip(sums, more, strict=True)] if sums else more
         rows += len(x)
     if classes and form == "diag":
         return Separable(share * sums[0])

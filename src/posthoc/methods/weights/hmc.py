@@ -223,17 +223,16 @@ class WeightPosterior:
         if self.max_noise is not None:
             log_p = log_p + (F.logsigmoid(at["noise"]) + F.logsigmoid(-at["noise"])).sum()
         for batch, target in self.data:
-            log_p = log_p + self.multiplicity * self.log_likelihood(at, batch, target)
+            outputs = self.answer(at["weights"], batch)
+            if isinstance(self.likelihood, Categorical):
+                temperature = self.likelihood.temperature.detach()
+                log_density = -F.cross_entropy(outputs / temperature, target, reduction="sum")
+            else:
+                _, residual = self.likelihood.standardize(outputs, target)
+                noise = self.noise(at["noise"])
+                log_density = -0.5 * (residual.square() / noise + noise.log()).sum()
+            log_p = log_p + self.multiplicity * log_density
         return -log_p
-
-    def log_likelihood(self, at: dict[str, Tensor], batch: Batch, target: Tensor) -> Tensor:  # ()
-        """log p(targets | weights, noise), up to a constant."""
-        outputs = self.answer(at["weights"], batch)
-        if isinstance(self.likelihood, Categorical):
-            return -F.cross_entropy(outputs / self.likelihood.temperature.detach(), target, reduction="sum")
-        _, residual = self.likelihood.standardize(outputs, target)
-        noise = self.noise(at["noise"])
-        return -0.5 * (residual.square() / noise + noise.log()).sum()
 
     def noise(self, u: Tensor) -> Tensor:
         """σ² at some coordinates, in the likelihood's units."""

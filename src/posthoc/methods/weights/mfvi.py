@@ -111,7 +111,7 @@ class MFVI(FinetunedMethod):
         def draw(batch: Batch) -> Tensor:
             return self._outputs_of(network, batch, q.mean(), q.std(), min(SCORE_SAMPLES, self.config.samples))
 
-        learned = [*q.parameters(), *likelihood.parameters()]
+        learned = [*q.log_std.values(), *q.shift.values(), *likelihood.parameters()]
         self.history = self._minimize(job, likelihood, learned, answer, penalty, draw, generator)
         return fitted_of(likelihood.requires_grad_(False), log_std=q.log_std, moved=q.mean() if q.moves else {})
 
@@ -172,10 +172,6 @@ class MeanField:
         self.unit = {name: initial_std * max(rms, 0.1 * typical) for name, rms in size.items()}
         self.log_std = {name: full(w, math.log(self.unit[name])) for name, w in weights.items()}
         self.shift = {name: full(w, 0.0) for name, w in weights.items()} if moves else {}
-
-    def parameters(self) -> list[Tensor]:
-        """The tensors that are learned."""
-        return [*self.log_std.values(), *self.shift.values()]
 
     def std(self) -> dict[str, Tensor]:
         """σ."""
@@ -266,8 +262,7 @@ def flipout(network: nn.Module, std: Mapping[str, Tensor], generator: torch.Gene
             if own := {part: name for part, name in parts.items() if name is not None}:
                 # Before the user's own hooks, which see what the next layers see.
                 hook = functools.partial(add_noise, own)
-                handle = layer.register_forward_hook(hook, with_kwargs=True, prepend=True)
-                stack.callback(handle.remove)
+                stack.enter_context(layer.register_forward_hook(hook, with_kwargs=True, prepend=True))
         yield used
 
 

@@ -111,7 +111,7 @@ class SNGP(FinetunedMethod):
         features, linear = self._replace_last(network, generator)
         outputs = columns(job.train.outputs)[:, -linear.out_features :]  # a single logit is the last of two
         with torch.no_grad():
-            self._start_head(network, features, linear, outputs.mean(0), job)
+            self._fit_head(network, features, linear, outputs.mean(0), job)
         variance = outputs.var(0, unbiased=False)
         if isinstance(likelihood, Categorical):
             variance = variance.mean().expand_as(variance)
@@ -132,11 +132,8 @@ class SNGP(FinetunedMethod):
     def _run(self, network: nn.Module, layer: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:  # (N, F), (N, ...)
         """The input of a layer, in float64, and the output of the network."""
         inputs: list[Tensor] = []
-        handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].double()))
-        try:
+        with layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].double())):
             outputs = self._answer(network, batch)
-        finally:
-            handle.remove()
         return inputs[0], outputs
 
     def _replace_last(self, network: nn.Module, generator: Any = None) -> tuple[RandomFeatures, nn.Linear]:
@@ -149,7 +146,7 @@ class SNGP(FinetunedMethod):
         network.set_submodule(self._last, nn.Sequential(features, linear).to(old.weight).eval())
         return features, linear
 
-    def _start_head(
+    def _fit_head(
         self, network: nn.Module, features: RandomFeatures, linear: nn.Linear, mean: Tensor, job: Job
     ) -> None:
         """Sets the lengthscale, and first weights that reproduce the network's outputs."""
@@ -176,7 +173,7 @@ class SNGP(FinetunedMethod):
     ) -> tuple[Tensor, Tensor]:  # (D, D), (D, C)
         """The covariance U diag(v_c) Uᵀ of the last layer's weights for output c; sets the noise in regression."""
         gram = torch.zeros(linear.in_features, linear.in_features, dtype=torch.float64, device=prior.device)
-        squares, rows = torch.zeros_like(prior), 0
+        squares, rows = torch.zeros_like(prior), len(job.train)
         for batch in self._batches(job.data):
             phi, outputs = self._run(network, linear, batch)
             weight = torch.ones_like(phi[:, 0])
@@ -186,7 +183,6 @@ class SNGP(FinetunedMethod):
             else:
                 squares += columns(likelihood.check_targets(batch.target, outputs) - outputs).square().sum(0)
             gram += (weight[:, None] * phi).mT @ phi
-            rows += len(phi)
         precision = torch.ones_like(prior)
         if isinstance(likelihood, Gaussian):
             likelihood.set_noise(squares / rows)
