@@ -11,7 +11,6 @@ from posthoc.evaluate.report.summary import (
     Estimate,
     ExperimentSummary,
     MethodSummary,
-    described,
     read_results,
 )
 from posthoc.evaluate.report.tables import (
@@ -68,15 +67,10 @@ def csv_means(experiments: Iterable[ExperimentSummary]) -> str:
                 "method": method.method,
                 "seeds": len(method.counted),
                 "excluded": len(method.excluded),
-                "data": " | ".join(sources_of(method)),
+                "data": " | ".join(method.sources),
             }
             rows.append(about | figures_and_errors(method.estimates))
     return csv_table(rows)
-
-
-def sources_of(method: MethodSummary) -> list[str]:
-    """Where the data of one method come from."""
-    return list(dict.fromkeys(f"{part}: {of}" for run in method.runs for part, of in described(run.data).items()))
 
 
 def latex_means(experiment: ExperimentSummary) -> str:

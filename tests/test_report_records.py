@@ -130,12 +130,12 @@ def test_curves_are_read(tmp_path):
     }
     write(tmp_path, document(curves=curves))
     (record,) = read_results(tmp_path).records
-    assert list(record.curves) == ["reliability", "band"]
+    assert list(record.curves) == ["reliability", "band", "by rotation"]
     assert list(record.curves["reliability"]) == ["confidence", "accuracy", "share"]
     np.testing.assert_array_equal(record.curves["reliability"]["confidence"], [np.nan, 0.5])
     np.testing.assert_array_equal(record.curves["band"]["mean"], [0, np.nan])
     np.testing.assert_array_equal(record.curves["band"]["points"], [[0.1, 0.2]])
-    np.testing.assert_array_equal(record.lines["rotation"]["nll"], [0.1, np.nan])
+    np.testing.assert_array_equal(record.curves["by rotation"]["nll"], [0.1, np.nan])
 
 
 # Means over seeds.

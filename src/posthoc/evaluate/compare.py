@@ -235,14 +235,8 @@ def trial(name: str, make: Callable[[], Method], train: Any, test: Any, val: Any
     if fit.memory is not None and predict.memory is not None:
         figures |= {"fit_memory": float(fit.memory), "predict_memory": float(predict.memory)}
         figures["peak_memory"] = max(figures["fit_memory"], figures["predict_memory"])
-    return Row(
-        name,
-        figures,
-        evaluation.scores.standard_errors(),
-        evaluation.curves(),
-        str(getattr(method, "selection_", None) or ""),
-        fitted=method,
-    )
+    errors, selection = evaluation.scores.standard_errors(), str(getattr(method, "selection_", None) or "")
+    return Row(name, figures, errors, evaluation.curves(), selection, fitted=method)
 
 
 def named(methods: str | Iterable[Entry] | Mapping[str, Entry]) -> dict[str, Candidate]:

@@ -13,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -106,9 +105,5 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of what decides the numbers."""
-    return {
-        "posthoc": version("posthoc"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-    }
+    posthoc, torch, numpy = map(version, ("posthoc", "torch", "numpy"))
+    return {"posthoc": posthoc, "python": platform.python_version(), "torch": torch, "numpy": numpy}

@@ -140,7 +140,7 @@ def details(pred: Predictive, y: Any) -> Tensor:  # (N, 2) or (N, ..., 4) or (N,
 
 def entropies(entropy: Tensor, outside: Tensor | None, classes: int) -> Curve:
     """Shares of the test data, and of out-of-distribution data if there are any, in bins of entropy."""
-    top = math.log(max(classes, 2))
+    top = math.log(classes)
     curve = {"edges": m.histogram(entropy, top, ENTROPY_BINS)[0].tolist()}
     for name, values in (("in", entropy), ("out", outside)):
         if values is not None:
@@ -172,10 +172,10 @@ def calibration(below: Tensor) -> Curve:
     return {"level": nominal.tolist(), "coverage": coverage.tolist()}
 
 
-def shown_intervals(shown: Tensor, below: Tensor) -> Curve:
+def shown_intervals(shown: Tensor, below: Tensor | None = None, *, most: int = INTERVALS) -> Curve:
     """Target, mean and the ends of the interval of rows that are evenly spread over all."""
     rows = shown.reshape(-1, 4)
-    chosen = rows[torch.linspace(0, len(rows) - 1, min(INTERVALS, len(rows))).long()]
+    chosen = rows[torch.linspace(0, len(rows) - 1, min(most, len(rows))).long()]
     return dict(zip(("target", "mean", "low", "high"), chosen.T.tolist(), strict=True))
 
 

@@ -158,17 +158,12 @@ def crps(pred: Predictive, y: Any) -> Tensor:
     return scores(ranked_probability_score, pred, y).mean()
 
 
-def crps_of_draws(
-    draws: Tensor,  # (S, N, ...)
-    y: Any,  # (N, ...)
-    *,
-    fair: bool = False,
-) -> Tensor:  # (N, ...)
+def crps_of_draws(draws: Tensor, y: Any, *, fair: bool = False) -> Tensor:  # (N, ...)
     """The CRPS of each point's draws.
 
     Args:
-        draws: S draws for each of N points, such as `pred.sample(S)`.
-        y: The targets.
+        draws: (S, N, ...), S draws for each of N points, such as `pred.sample(S)`.
+        y: (N, ...), the targets.
         fair: False scores the empirical distribution of the draws. True gives an unbiased estimate of the CRPS of the
             distribution they were drawn from, which is lower.
 
@@ -247,11 +242,8 @@ def aurc(pred: Predictive, y: Any, by: Uncertainty = None) -> Tensor:
     return risk_coverage(pred, y, by)[1].mean()
 
 
-def selective_risk(
-    score: Tensor,  # (N,)
-    loss: Tensor,  # (N,)
-) -> Tensor:  # (N,)
-    """The mean loss of the k points of lowest score, for k = 1, ..., N.
+def selective_risk(score: Tensor, loss: Tensor) -> Tensor:  # (N,)
+    """The mean loss of the k points of lowest score, for k = 1, ..., N; both are (N,).
 
     Points of equal score are in random order: each is given their mean loss, which is the expectation.
     """
@@ -277,21 +269,14 @@ def ood_detection(pred: Predictive, outside: Predictive, by: Uncertainty = None)
     return {"auc": auroc(inside, other), "fpr95": fpr_at(0.95, inside, other)}
 
 
-def auroc(
-    inside: Tensor,  # (N,)
-    outside: Tensor,  # (M,)
-) -> Tensor:
+def auroc(inside: Tensor, outside: Tensor) -> Tensor:
     """The probability that an outside score exceeds an inside one, ties counted half: the area under the ROC curve."""
     ordered = inside.sort().values
     below, at_most = (torch.searchsorted(ordered, outside, right=right) for right in (False, True))
     return (below + at_most).sum().double() / (2 * len(inside) * len(outside))
 
 
-def fpr_at(
-    tpr: float,
-    inside: Tensor,  # (N,)
-    outside: Tensor,  # (M,)
-) -> Tensor:
+def fpr_at(tpr: float, inside: Tensor, outside: Tensor) -> Tensor:
     """The share of inside scores at or above the highest threshold that a share `tpr` of outside scores reach."""
     reaching = math.ceil(tpr * len(outside) - 1e-9)  # 0.95 · 20 is 19, despite rounding
     threshold = outside.sort(descending=True).values[reaching - 1]
@@ -313,10 +298,7 @@ def scores(score: Score, pred: Predictive, y: Any = None) -> Tensor:  # (N,) or 
     if bool(values.isnan().any()):
         row = int(values.isnan().nonzero()[0, 0])
         name = getattr(score, "func", score).__name__
-        raise DataError(
-            f"Expected predictions with a {name}, got NaN in row {row} of the batch: look for NaN, or a variance of "
-            "zero, in the predictions there."
-        )
+        raise DataError(f"The {name} is NaN in row {row} of the batch: look for NaN or no variance in its prediction.")
     return values
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from posthoc.errors import OptionError
 from posthoc.evaluate import metrics as m
-from posthoc.evaluate.evaluate import reliability
+from posthoc.evaluate.evaluate import reliability, shown_intervals
 from posthoc.io import atomic_path
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive
@@ -93,10 +93,7 @@ def intervals(
     ax = axes(ax)
     low, high = pred.interval(level)
     truth = pred.mean if targets is None else m.real_targets(pred, targets)
-    columns = {"target": truth, "mean": pred.mean, "low": low, "high": high}
-    flat = {name: values.detach().double().cpu().reshape(-1) for name, values in columns.items()}
-    rows = torch.linspace(0, len(flat["mean"]) - 1, min(most, len(flat["mean"]))).long()
-    draw_intervals(ax, {name: values[rows] for name, values in flat.items()})
+    draw_intervals(ax, shown_intervals(torch.stack([truth, pred.mean, low, high], -1).detach(), most=most))
     ax.set(xlabel="mean" if targets is None else "target", ylabel=f"prediction, {level:.0%} interval")
     return ax
 
@@ -173,12 +170,9 @@ def quantile_calibration(pred: Predictive, targets: Any, ax: Axes | None = None,
 
 
 def prediction_bands(
-    path: str | os.PathLike[str],
-    x: Tensor,  # (N, 1), increasing
-    panels: Sequence[tuple[str, Predictive]],
-    data: tuple[Tensor, Tensor],
+    path: str | os.PathLike[str], x: Tensor, panels: Sequence[tuple[str, Predictive]], data: tuple[Tensor, Tensor]
 ) -> None:
-    """Writes a PNG with a panel a prediction along x: the mean, one and two standard deviations, the data as dots."""
+    """Writes a PNG with a panel a prediction along x, (N, 1): mean, one and two standard deviations, data as dots."""
     figure = require("matplotlib.figure", "plots", "Drawing figures").Figure((5.2 * len(panels), 3.6), layout="tight")
     across, points = x.squeeze(-1).cpu(), torch.stack([part.reshape(-1).cpu() for part in data], 1)
     for ax, (title, pred) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
@@ -201,12 +195,10 @@ def draw_reliability(ax: Axes, curve: Curve) -> None:
     ax.bar((np.arange(len(share)) + 0.5) / len(share), share, 1 / len(share), color=SOFT, alpha=0.16, linewidth=0)
     ax.plot([0, 1], [0, 1], color=SOFT, linestyle="dashed", linewidth=1)
     filled = np.isfinite(confidence) & np.isfinite(accuracy)
-    many = filled & (share >= SMALLEST_SHARE)
+    many = filled & (np.asarray(curve["count"]) >= FEWEST if "count" in curve else share >= SMALLEST_SHARE)
     if "count" in curve:
-        count = np.asarray(curve["count"], float)
-        many = filled & (count >= FEWEST)
         # Two standard errors by Wilson's interval, which has a length at accuracies of 0 and 1 too.
-        n = count[many]
+        n = np.asarray(curve["count"], float)[many]
         center = (accuracy[many] + 2 / n) / (1 + 4 / n)
         half = 2 / (1 + 4 / n) * np.sqrt(accuracy[many] * (1 - accuracy[many]) / n + 1 / n**2)
         ax.vlines(confidence[many], center - half, center + half, color=BAND, alpha=0.5, linewidth=2)
@@ -256,28 +248,12 @@ def draw_band(ax: Axes, curve: Curve, span: tuple[float, float] | None = None) -
 
 def draw_line(ax: Axes, index: int, x: Any, y: Any, error: Any = None) -> None:
     """One of several lines that look different by color, dashes and markers; `index` is also its group's id."""
-    drawn = ax.errorbar(
-        x,
-        y,
-        error if error is not None and np.any(error) else None,
-        color=COLORS[index % len(COLORS)],
-        linestyle=DASHES[index % len(DASHES)],
-        marker=MARKERS[index % len(MARKERS)],
-        markersize=4,
-        markerfacecolor="white",
-        markevery=max(1, math.ceil(len(x) / 6)),
-        linewidth=1.7,
-        elinewidth=1,
-    )
-    for artist in drawn.get_children():
+    looks = {"color": COLORS, "linestyle": DASHES, "marker": MARKERS}
+    style: dict[str, Any] = {name: values[index % len(values)] for name, values in looks.items()}
+    style |= {"markevery": max(1, math.ceil(len(x) / 6)), "markersize": 4, "markerfacecolor": "white"}
+    error = error if error is not None and np.any(error) else None
+    for artist in ax.errorbar(x, y, error, linewidth=1.7, elinewidth=1, **style).get_children():
         artist.set_gid(f"series-{index}")
-
-
-def intervals_held(curve: Curve) -> tuple[int, int]:
-    """How many intervals hold their target, and how many there are."""
-    target, low, high = (np.asarray(curve[name], float) for name in ("target", "low", "high"))
-    known = np.isfinite([target, low, high]).all(0)
-    return int(((low <= target) & (target <= high))[known].sum()), int(known.sum())
 
 
 def axes(ax: Axes | None) -> Axes:

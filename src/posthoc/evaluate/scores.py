@@ -79,12 +79,11 @@ class Scores:
 
     def __init__(self, task: str | Likelihood, keep: Sequence[m.Score] = ()) -> None:
         likelihood = make_likelihood(task)
-        named: Sequence[str | m.Score] = likelihood.metrics()
         self.task = likelihood.task
-        self.metrics: dict[str, Metric] = {
-            **{name: METRICS[name] for name in named if isinstance(name, str)},
-            **{score.__name__: Metric((score,)) for score in named if callable(score)},
-        }
+        self.metrics: dict[str, Metric] = {}
+        for named in likelihood.metrics():
+            name, metric = (named, METRICS[named]) if isinstance(named, str) else (named.__name__, Metric((named,)))
+            self.metrics[name] = metric
         needed = [score for metric in self.metrics.values() for score in metric.scores]
         detecting = [score for metric in self.metrics.values() if metric.detects for score in metric.scores]
         self._inside: dict[m.Score, list[Tensor]] = {score: [] for score in (*needed, *keep)}

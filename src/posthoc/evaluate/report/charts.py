@@ -57,9 +57,6 @@ NOTES = {"level": "on the diagonal as promised", "coverage": "lower is better"}
 HEADROOM = 0.6
 """How far charts of bands reach beyond the data, in units of the data's range; bands that leave them are cut."""
 
-LEFT = 0.69
-"""Inches left of the axes, for labels."""
-
 Draw = Callable[["Axes"], Any]
 
 
@@ -92,20 +89,20 @@ def blocks_of(case: CaseSummary, numbers: Mapping[str, int], name: str) -> list[
     ids = (f"{name}-{number}" for number in itertools.count())
     blocks = []
     if charts := line_charts(case, numbers, ids):
-        drawn = [method for method in case.methods if any(run.curves or run.lines for run in method.counted)]
         legend = []
-        for number, title in ((numbers[method.method], method.title) for method in drawn):
-            legend.append((number, title, draw_svg(partial(draw_swatch, number), "", next(ids), (0.47, 0.19))))
+        for method in (method for method in case.methods if any(run.curves for run in method.counted)):
+            number = numbers[method.method]
+            legend.append((number, method.title, draw_svg(partial(draw_swatch, number), "", next(ids), (0.47, 0.19))))
         blocks.append(Block("lines", charts, legend))
     return blocks + [Block(kind, charts) for kind in PANELS if (charts := panel_charts(case, kind, ids))]
 
 
 def line_charts(case: CaseSummary, numbers: Mapping[str, int], ids: Iterator[str]) -> list[Chart]:
     """Charts with a line a method: figures along rotations or severities, coverage by level, and risk by coverage."""
-    every = [line for method in case.methods for run in method.counted for line in run.lines.items()]
-    along = dict.fromkeys((name, y) for name, line in every for y in line if y != "x")
+    every = [curve for method in case.methods for run in method.counted for curve in run.curves.items()]
+    by = dict.fromkeys((name, y) for name, curve in every if name.startswith("by ") for y in curve if y != "x")
     risk = "error rate" if case.task == "classification" else "mean squared error"
-    kinds = [(f"{column_of(y).title} by {name}", name, column_of(y).title, name, "x", y) for name, y in along]
+    kinds = [(f"{column_of(y).title} {name}", name[3:], column_of(y).title, name, "x", y) for name, y in by]
     kinds += [
         ("Coverage of intervals", "promised coverage", "actual coverage", "calibration", "level", "coverage"),
         ("Risk and coverage", "share of rows kept, the most certain first", risk, "risk_coverage", "coverage", "risk"),
@@ -114,7 +111,7 @@ def line_charts(case: CaseSummary, numbers: Mapping[str, int], ids: Iterator[str
     for title, xlabel, ylabel, name, x, y in kinds:
         titles, lines = [], []
         for method in case.methods:
-            if curves := [curve for curve in curves_of(method, name, lines=x == "x") if y in curve]:
+            if curves := [curve for curve in curves_of(method, name) if y in curve]:
                 mean, error = mean_curve(curves, x)
                 titles.append(method.title)
                 lines.append((numbers[method.method], mean[x], mean[y], error[y] if x == "x" else None))
@@ -145,11 +142,8 @@ def panel_charts(case: CaseSummary, kind: str, ids: Iterator[str]) -> list[Chart
         return []
     charts = []
     for method, draw in zip(curves, panel_drawings(kind, list(curves.values())), strict=True):
-        note = ""
-        if kind == "error_bars":
-            note = "{} of {} hold".format(*plots.intervals_held(curves[method][0]))
-        elif found := method.estimates.get(figure):
-            note = f"{column_of(figure).title} {found.mean:.4f}"
+        found = method.estimates.get(figure)
+        note = f"{column_of(figure).title}: {found.mean:.4f}" if found else ""
         size = (4.2 if kind == "band" else 3.0, 2.8)
         charts.append(Chart(method.title, note, draw_svg(draw, f"{shown}: {method.title}. {note}", next(ids), size)))
     return charts
@@ -187,7 +181,7 @@ def draw_svg(draw: Draw, label: str, name: str, size: tuple[float, float]) -> Ma
         from matplotlib.figure import Figure
 
         figure = Figure(size, facecolor="none")
-        left = min(LEFT / size[0], 0.3)
+        left = min(0.69 / size[0], 0.3)  # inches for labels
         ax = figure.add_axes((left, 0.17, 0.95 - left, 0.76), facecolor="none")
         plots.bare(ax)
         draw(ax)
@@ -224,9 +218,9 @@ def tidy(element: ElementTree.Element, references: Container[str]) -> None:
 # Curves of several seeds as one.
 
 
-def curves_of(method: MethodSummary, name: str, *, lines: bool = False) -> list[Curve]:
-    """The curves, or the lines, of a name, of all runs that count."""
-    return [curve for run in method.counted if (curve := (run.lines if lines else run.curves).get(name))]
+def curves_of(method: MethodSummary, name: str) -> list[Curve]:
+    """The curves of a name of all runs that count."""
+    return [run.curves[name] for run in method.counted if name in run.curves]
 
 
 def mean_curve(curves: Sequence[Curve], along: str) -> tuple[Curve, Curve]:
@@ -246,8 +240,8 @@ def pooled_reliability(curves: Sequence[Curve]) -> Curve:
 
     Counts are averaged, since the seeds share their test rows.
     """
-    alike = [curve for curve in curves if len(curve["share"]) == len(curves[0]["share"])]
-    columns = {name: np.stack([curve[name] for curve in alike]) for name in curves[0] if all(name in c for c in alike)}
+    names = [name for name in curves[0] if all(name in curve for curve in curves)]
+    columns = {name: np.stack([curve[name] for curve in curves]) for name in names}
     share = columns["share"]
     pooled = {name: column.mean(0) for name, column in columns.items()}
     with np.errstate(invalid="ignore"):  # an empty bin has no means

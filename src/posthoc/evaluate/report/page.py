@@ -20,6 +20,7 @@ from posthoc.evaluate.report.summary import (
     MethodSummary,
     Results,
     described,
+    group_by,
     read_results,
     registered,
     registry_order,
@@ -83,18 +84,18 @@ def verdict_of(case: CaseSummary) -> str:
     """A sentence or two: the best method by NLL, how clearly, against the bare network, and by calibration."""
     titles = {method.method: method.title for method in case.methods}
     column, nll = tables.COLUMNS["nll"], case.estimates("nll")
-    ranked = sorted(nll, key=lambda method: nll[method].mean)
-    if len(ranked) < 2:
+    if len(nll) < 2:
         return ""
-    best = nll[ranked[0]]
-    first = [method for method in ranked if column.write(nll[method].mean) == column.write(best.mean)]
+    ranked = sorted(nll, key=lambda method: nll[method].mean)
+    first, *others = group_by(ranked, lambda method: column.write(nll[method].mean)).values()
+    best = nll[first[0]]
     words = "predicts best" if len(first) == 1 else "predict equally well"
     text = f"{' and '.join(titles[method] for method in first)} {words}: NLL {tables.written(column, best)}"
     if "map" in nll and "map" not in first:
         text += f", against {column.write(nll['map'].mean)} of the network alone"
-    if len(first) < len(ranked):
-        second = nll[ranked[len(first)]]
-        text += f"; next is {titles[ranked[len(first)]]} with {tables.written(column, second)}"
+    if others:
+        second = nll[others[0][0]]
+        text += f"; next is {titles[others[0][0]]} with {tables.written(column, second)}"
         if best.error is not None and second.error is not None:
             clear = second.mean - best.mean > CLEAR * math.hypot(best.error, second.error)
             text += ", a clear difference" if clear else ", a difference within the uncertainty"

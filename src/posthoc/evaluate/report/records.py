@@ -13,8 +13,6 @@ import numpy as np
 FORMAT = 1
 LARGEST_VALUE = 1e150
 """Figures beyond it count as infinite, so that sums of their squares do not overflow."""
-NOT_FIGURES = ("seed", "error", "traceback")
-"""Entries of a comparison's document that may be numbers or missing, and are no figures."""
 
 Curve = dict[str, np.ndarray[Any, Any]]
 """Columns of numbers by name; NaN where there is none."""
@@ -48,8 +46,7 @@ class Record:
     errors: dict[str, float] = field(default_factory=dict)
     """Standard errors of metrics over test sets."""
     curves: dict[str, Curve] = field(default_factory=dict)
-    lines: dict[str, Curve] = field(default_factory=dict)
-    """Figures along something (rotation, severity): `x` and a column a figure."""
+    """Those of `CURVES`; and figures by something, `x` and a column a figure, as "by rotation" or "by severity"."""
     examples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Pictures that a classifier is most and least certain of."""
     selection: str = ""
@@ -92,7 +89,8 @@ def read_record(root: Path, place: Path) -> Record:
     elif "error" in document:  # a comparison has its figures among all other entries, and the name of its folder
         experiment = place.parent.as_posix() if place.parent.name else root.resolve().name or "results"
         data = nested(document, "data")
-        figures = {k: v for k, v in document.items() if k not in NOT_FIGURES and (v is None or is_number(v))}
+        entries = {name: value for name, value in document.items() if name not in ("error", "traceback")}
+        figures = {name: value for name, value in entries.items() if isinstance(value, float | None)}
         metrics = {name: value for name, value in figures.items() if not is_cost(name)}
         configuration |= {"device": document.get("device")}
     else:
@@ -102,7 +100,9 @@ def read_record(root: Path, place: Path) -> Record:
     problem = document.get("problem") or document.get("error")
     if not problem and (missing or not metrics):
         problem = f"not a finite number: {', '.join(missing)}" if missing else "it has no figures"
-    curves = nested(document, "curves")
+    given = nested(document, "curves")
+    curves = {name: read_curve(name, given[name], required) for name, required in CURVES.items() if name in given}
+    curves |= {f"by {name}": read_curve(name, line, {"x"}) for name, line in nested(given, "lines").items()}
     return Record(
         path=place.as_posix(),
         experiment=experiment,
@@ -113,8 +113,7 @@ def read_record(root: Path, place: Path) -> Record:
         title=document.get("title") or document["method"],
         figures=known,
         errors=finite(nested(document, "errors")),
-        curves={name: read_curve(name, curves[name], required) for name, required in CURVES.items() if name in curves},
-        lines={name: read_curve(name, line, {"x"}) for name, line in nested(curves, "lines").items()},
+        curves=curves,
         examples=nested(document, "examples"),
         selection=document.get("selection") or "",
         problem=problem,
@@ -138,12 +137,8 @@ def is_cost(figure: str) -> bool:
     return "_seconds" in figure or "_memory" in figure
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def finite(figures: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(v) for name, v in figures.items() if is_number(v) and abs(v) < LARGEST_VALUE}
+    return {name: float(v) for name, v in figures.items() if isinstance(v, int | float) and abs(v) < LARGEST_VALUE}
 
 
 def read_curve(name: str, curve: Mapping[str, Any], required: Set[str]) -> Curve:

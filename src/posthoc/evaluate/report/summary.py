@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, TypeVar
 
 from posthoc.errors import FileError
 from posthoc.evaluate.report.records import Record, read_record
@@ -26,6 +25,7 @@ class Estimate:
     count: int = 1
 
 
+Entry = TypeVar("Entry")
 Estimates = Mapping[str, Estimate]
 """Estimates by the name of a method or of a figure."""
 
@@ -62,6 +62,7 @@ class MethodSummary:
         self.counted = [run for run in runs if run.problem is None]
         self.excluded = [run for run in runs if run.problem is not None]
         self.applies = any(run.applies for run in runs)
+        self.sources = list(dict.fromkeys(f"{part}: {of}" for run in runs for part, of in described(run.data).items()))
         self.estimates = {
             figure: estimate(
                 [run.figures[figure] for run in self.counted if figure in run.figures],
@@ -107,14 +108,12 @@ class CaseSummary:
     def sources(self) -> list[str]:
         """Where the data come from: one entry a part of the data and a source of it, with the methods that had it
         where others had another."""
-        methods: dict[str, dict[str, None]] = {}  # titles in their order, by source
+        methods: dict[str, list[str]] = {}
         for method in self.methods:
-            for part, source in (pair for run in method.runs for pair in described(run.data).items()):
-                methods.setdefault(f"{part}: {source}", {})[method.title] = None
-        return [
-            source + (f" ({', '.join(titles)})" if len(titles) < len(self.methods) else "")
-            for source, titles in methods.items()
-        ]
+            for source in method.sources:
+                methods.setdefault(source, []).append(method.title)
+        everywhere = len(self.methods)
+        return [s if len(titles) == everywhere else f"{s} ({', '.join(titles)})" for s, titles in methods.items()]
 
     def notes(self) -> list[str]:
         """The runs that no mean contains, and why; methods that do not apply are left out."""
@@ -154,8 +153,8 @@ class ExperimentSummary:
             warnings.append(f"{self.name} mixes runs of several versions of posthoc: {', '.join(versions)}.")
         for case in self.cases:
             # A method may be fitted on data of its own, and a digest may differ from seed to seed.
-            roles = [[run.data.get(role) for role in ("train", "test", "ood", "val")] for run in case.runs]
-            if len({json.dumps(role, sort_keys=True) for role in roles}) > 1:
+            roles = ("train", "test", "ood", "val")
+            if len({str([run.data.get(role) for role in roles]) for run in case.runs}) > 1:
                 name = f"{self.name} {case.case}".strip()
                 warnings.append(f"{name} mixes runs on different data: see how it was run.")
         if quick := sum(run.configuration.get("quick") is True for run in self.runs):
@@ -208,11 +207,11 @@ def read_results(folder: str | os.PathLike[str]) -> Results:
     return Results(experiments, (*left_out, *mixed))
 
 
-def group_by(runs: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
-    """Runs by a key, in their order."""
-    groups: dict[Any, list[Record]] = {}
-    for run in runs:
-        groups.setdefault(key(run), []).append(run)
+def group_by(entries: Iterable[Entry], key: Callable[[Entry], Any]) -> dict[Any, list[Entry]]:
+    """Entries by a key, in their order."""
+    groups: dict[Any, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(key(entry), []).append(entry)
     return groups
 
 
