@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
@@ -138,14 +137,14 @@ def test_killed_between_checkpoints_and_resumed_gives_the_bytes_of_one_run(case:
 
 def die_while_writing(moment: str, folder: Path, out: Path) -> None:
     """Dies in the third checkpoint."""
-    save_file, replace_file, begun = safetensors.torch.save_file, os.replace, []
+    write, replace_file, begun = Path.write_bytes, os.replace, []
 
-    def half_written(tensors: Any, path: Any, *rest: Any) -> None:
-        save_file(tensors, path, *rest)
+    def half_written(path: Path, content: bytes) -> int:
         begun.append(path)
         if moment == "half written" and len(begun) == 3:
-            os.truncate(path, os.path.getsize(path) // 2)
+            write(path, content[: len(content) // 2])
             die()
+        return write(path, content)
 
     def put_in_place(source: Any, target: Any) -> None:
         if moment == "before it is in place" and len(begun) == 3:
@@ -154,7 +153,7 @@ def die_while_writing(moment: str, folder: Path, out: Path) -> None:
         if moment == "after it is in place" and len(begun) == 3:
             die()
 
-    safetensors.torch.save_file, os.replace = half_written, put_in_place  # type: ignore[assignment]
+    Path.write_bytes, os.replace = half_written, put_in_place  # type: ignore[method-assign, assignment]
     resume_and_save("classes", folder, out)
 
 
@@ -433,7 +432,7 @@ def fit_a_network(**more: Any) -> None:
 def test_a_folder_that_cannot_be_used_is_refused_before_the_network_is_run(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    with pytest.raises(FileError, match="Expected a folder, found a file"):
+    with pytest.raises(FileError, match="Expected a folder"):
         fit_a_network(checkpoint=file)
     with pytest.raises(FileError, match="Expected a folder"):
         fit_a_network(checkpoint=file / "inside")

@@ -118,7 +118,8 @@ from posthoc.cli.app import run
 from posthoc.io import atomic_path
 
 def write() -> None:
-    with atomic_path({str(tmp_path / "table.csv")!r}):
+    with atomic_path({str(tmp_path / "table.csv")!r}) as temporary:
+        temporary.touch()
         print("ready", flush=True)
         time.sleep(600)
 

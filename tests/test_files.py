@@ -477,14 +477,19 @@ def test_links_are_not_written_to(tmp_path: Path) -> None:
         save_outputs(some(), tmp_path / "b.npz", force=True)
 
 
-def test_leftovers_of_ended_processes_are_removed(tmp_path: Path) -> None:
-    code = "import os, sys; from posthoc.io import atomic_path\nwith atomic_path(sys.argv[1]) as temporary: os._exit(0)"
+def test_leftovers_of_killed_processes_are_removed_after_a_day(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from posthoc.io import atomic_path\nwith atomic_path(sys.argv[1]) as a: a.touch(), os._exit(0)"
+    )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.npz")], check=True)
-    assert len(os.listdir(tmp_path)) == 1
+    (leftover,) = tmp_path.iterdir()
     with atomic_path(tmp_path / "a.npz") as temporary:
-        assert os.listdir(tmp_path) == [temporary.name]
-        with atomic_path(tmp_path / "a.npz"):
-            assert temporary.exists()  # this process is still there
+        temporary.touch()
+        assert leftover.exists()  # its process could still be there
+    os.utime(leftover, (0.0, 0.0))
+    with atomic_path(tmp_path / "a.npz") as temporary:
+        temporary.touch()
+        assert not leftover.exists()
 
 
 def test_full_disk_is_reported_with_the_name_of_the_file(tmp_path: Path) -> None:

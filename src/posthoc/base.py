@@ -26,7 +26,7 @@ from posthoc.collect.network import Backbone, collect
 from posthoc.collect.outputs import Outputs, require_same_columns
 from posthoc.config import MethodConfig
 from posthoc.errors import DataError, NotFittedError, OptionError
-from posthoc.io import check_tensors, contents_sha256, read_head, reading, sound_shapes, write_head
+from posthoc.io import contents_sha256, read_head, reading, write_head
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.registry import make_likelihood
 from posthoc.predictive.base import Predictive, require_finite_prediction
@@ -454,15 +454,14 @@ class Method(ABC):
         with torch.inference_mode(False), reading(path):
             method = cls(model, make_likelihood(header["likelihood"]), **cls.Config.from_dict(header["config"], given))
             require_same_network(header["network"], method.backbone.module if method.backbone is not None else None)
-            shapes = sound_shapes(header["shapes"], tensors)
+            shapes = header["shapes"]
             method._width, method._network = tuple(shapes["outputs"]), header["network"]
             rounding = header["rounding"]
             method._rounding = Rounding(*map(float, rounding)) if rounding is not None else None
             method._columns = tuple(header["columns"]) if header["columns"] is not None else None
             fitted = method._blank(shapes["fitted"])
-            state = fitted.state_dict()
-            check_tensors(path, tensors, tensors_of(state))
-            fitted.load_state_dict({**state, **tensors}, strict=True)
+            others = {name: value for name, value in fitted.state_dict().items() if not isinstance(value, Tensor)}
+            fitted.load_state_dict({**others, **tensors})
             method._fitted = fitted.to(method._home())
         return method
 

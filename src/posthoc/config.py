@@ -7,11 +7,11 @@ import functools
 import inspect
 import math
 import reprlib
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from operator import index
 from typing import Any, Literal, Self
 
@@ -19,11 +19,12 @@ import torch
 
 from posthoc.errors import OptionError
 from posthoc.training import Training
-from posthoc.validation import known_device
+from posthoc.validation import known_device, number
 
 LARGEST_SEED = 2**63 - 1
 UNFIT = object()
 """Stands for a value that is not of the type."""
+type_hints = functools.cache(typing.get_type_hints)
 
 
 def option(default: Any, **properties: Any) -> Any:
@@ -63,12 +64,12 @@ class MethodConfig:
         known_device(self.device)
         for name, kind, limits in type(self).declared():
             value = getattr(self, name)
-            fitting = converted(kind, value, limits)
+            kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+            fitting = next((v for each in kinds if (v := converted(each, value, limits)) is not UNFIT), UNFIT)
             if fitting is UNFIT:
-                quoted = " (without quotes)" if isinstance(value, str) and bool in choices_of(kind) else ""
-                raise OptionError(
-                    f"Expected {name} to be {described(kind, limits)}{quoted}, got {reprlib.repr(value)}."
-                )
+                wanted = " or ".join(described(each, limits) for each in kinds)
+                quoted = " (without quotes)" if isinstance(value, str) and bool in kinds else ""
+                raise OptionError(f"Expected {name} to be {wanted}{quoted}, got {reprlib.repr(value)}.")
             object.__setattr__(self, name, fitting)
 
     @classmethod
@@ -96,27 +97,22 @@ class MethodConfig:
             if name == "outputs_are" and name not in known:
                 raise OptionError(f"{method} needs real outputs or logits, got {name}={options[name]!r}.")
             if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f" Did you mean {close[0]}?" if close else ""
+                close = "".join(f" Did you mean {each}?" for each in difflib.get_close_matches(name, known, 1))
                 raise OptionError(
-                    f"Unknown option {reprlib.repr(name)} of {method}.{hint} Its options are: {', '.join(known)}."
+                    f"Unknown option {reprlib.repr(name)} of {method}.{close} Its options are: {', '.join(known)}."
                 )
         return cls(**options)
 
     @classmethod
     def signature(cls) -> inspect.Signature:
         """The signature of the constructor of a method with this config."""
-        either = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters = [
-            inspect.Parameter("model", either, default=None, annotation=Any),
-            inspect.Parameter("likelihood", either, default=None, annotation=Any),
+        free, named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        first = [inspect.Parameter(name, free, default=None, annotation=Any) for name in ("model", "likelihood")]
+        options = [
+            inspect.Parameter(name, named, default=getattr(cls, name), annotation=kind)
+            for name, kind, _ in cls.declared()
         ]
-        defaults = {each.name: each.default for each in fields(cls)}
-        for name, kind, _ in cls.declared():
-            parameters.append(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind)
-            )
-        return inspect.Signature(parameters)
+        return inspect.Signature(first + options)
 
     def to_dict(self) -> dict[str, Any]:
         """The options that decide the numbers of a fit, as JSON."""
@@ -201,63 +197,25 @@ class TrainingConfig(SeedConfig):
         return Training(**{each.name: getattr(self, each.name) for each in fields(Training)})
 
 
-@functools.cache
-def type_hints(config: Any) -> dict[str, Any]:
-    return typing.get_type_hints(config)
-
-
-def choices_of(kind: Any) -> tuple[Any, ...]:
-    """The types that a union joins."""
-    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-
-
 def converted(kind: Any, value: Any, limits: Mapping[str, Any]) -> Any:
-    """The value as this type, or UNFIT."""
-    for each in choices_of(kind):
-        fitting = converted_to_one(each, value, limits)
-        if fitting is not UNFIT:
-            return fitting
-    return UNFIT
-
-
-def converted_to_one(kind: Any, value: Any, limits: Mapping[str, Any]) -> Any:
+    """The value as one type, or UNFIT."""
     if kind is Any:
         return value
     if typing.get_origin(kind) is Literal:
         return value if isinstance(value, str) and value in typing.get_args(kind) else UNFIT
-    if kind is bool:
-        return value if isinstance(value, bool) else UNFIT
-    if kind in (int, float):
-        number = whole(value) if kind is int else real(value)
-        finite = number is not None and (math.isfinite(number) or limits.get("infinite", False))
-        return number if number is not None and finite and within(number, limits) else UNFIT
-    return value if isinstance(value, typing.get_origin(kind) or kind) else UNFIT
-
-
-def whole(value: Any) -> int | None:
+    if kind not in (int, float):
+        return value if isinstance(value, typing.get_origin(kind) or kind) else UNFIT
     try:
-        return None if isinstance(value, bool) else index(value)
+        found = index(value) if kind is int else number(value)
     except TypeError:
-        return None
-
-
-def real(value: Any) -> float | None:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
-
-
-def within(number: float, limits: Mapping[str, Any]) -> bool:
-    above, least, most = limits.get("above", -math.inf), limits.get("least", -math.inf), limits.get("most", math.inf)
-    return above < number and least <= number <= most
+        return UNFIT
+    most = math.inf if limits.get("infinite") else sys.float_info.max
+    inside = limits.get("least", -most) <= found <= limits.get("most", most)
+    return found if inside and found > limits.get("above", -math.inf) and not isinstance(value, bool) else UNFIT
 
 
 def described(kind: Any, limits: Mapping[str, Any]) -> str:
     """A type in words."""
-    return " or ".join(described_one(each, limits) for each in choices_of(kind))
-
-
-def described_one(kind: Any, limits: Mapping[str, Any]) -> str:
     if kind is types.NoneType:
         return "None"
     if typing.get_origin(kind) is Literal:
@@ -267,5 +225,5 @@ def described_one(kind: Any, limits: Mapping[str, Any]) -> str:
     if kind not in (int, float):
         return f"a {getattr(kind, '__name__', kind)}"
     words = {"above": "above", "least": "of at least", "most": "of at most"}
-    ends = [f"{words[name]} {limits[name]:g}" for name in words if name in limits]
-    return " ".join(["an integer" if kind is int else "a number", " and ".join(ends)]).strip()
+    ends = " and ".join(f"{words[name]} {limits[name]:g}" for name in words if name in limits)
+    return f"{'an integer' if kind is int else 'a number'} {ends}".strip()

@@ -59,10 +59,8 @@ def cholesky(matrix: Tensor, name: str = "the matrix") -> Tensor:
     if not info.any():
         return factor
     if not matrix.isfinite().all():
-        raise NotPSDError(
-            f"Expected {name} to be finite, got NaN or infinity in it. The kernel's inputs or parameters have "
-            "overflowed: check the scale of the features, or lower the learning rate."
-        )
+        advice = "check the scale of the kernel's inputs, or lower the learning rate"
+        raise NotPSDError(f"Expected {name} to be finite, got NaN or infinity in it: {advice}.")
     scale = matrix.diagonal(dim1=-2, dim2=-1).abs().mean(-1)[..., None, None].clamp_min(torch.finfo(matrix.dtype).tiny)
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     for jitter in JITTERS:
@@ -70,8 +68,5 @@ def cholesky(matrix: Tensor, name: str = "the matrix") -> Tensor:
         if not info.any():
             warn(f"{name} was not positive definite; added {jitter:g} times its mean diagonal to it.")
             return factor
-    raise NotPSDError(
-        f"Expected {name} to be positive definite, got one that is not even with {JITTERS[-1]:g} times its mean "
-        "diagonal added. A kernel that is not positive definite, or values of very different scale, does this: "
-        "check the kernel and standardize its inputs."
-    )
+    advice = f"even with {JITTERS[-1]:g} times its mean diagonal added: check the kernel and standardize its inputs"
+    raise NotPSDError(f"Expected {name} to be positive definite, got one that is not, {advice}.")

@@ -23,11 +23,10 @@ def regression_targets(y: Any, mean: Tensor) -> Tensor:
     if y.is_complex() or y.dtype == torch.bool:
         raise DataError(f"Expected real numbers as regression targets, got {y.dtype}.")
     if y.shape != mean.shape:
-        one_column = y.numel() == mean.numel() == len(mean) and y.shape[:1] == mean.shape[:1]
-        if not one_column:
+        if not (y.numel() == mean.numel() == len(mean) and y.shape[:1] == mean.shape[:1]):
+            wanted, got = tuple(mean.shape), tuple(y.shape)
             raise DataError(
-                f"Expected targets of the network's output shape {tuple(mean.shape)}, got {tuple(y.shape)}: "
-                "reshape the targets (they are not broadcast)."
+                f"Expected targets of the network's output shape {wanted}, got {got}: they are not broadcast."
             )
         y = y.reshape(mean.shape)
     require_finite(y, "targets")
@@ -43,14 +42,11 @@ def class_labels(y: Any, mean: Tensor) -> Tensor:
     y = as_targets(y, mean)
     n, classes = mean.shape
     if y.shape == mean.shape:
-        raise DataError(
-            f"Expected one class label a row, shape ({n},), got {tuple(y.shape)}. These look one-hot: use y.argmax(-1)."
-        )
+        got = f"{tuple(y.shape)}. These look one-hot: use y.argmax(-1)"
+        raise DataError(f"Expected one class label a row, shape ({n},), got {got}.")
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise DataError(
-            f"Expected integer class labels from 0 to {classes - 1}, got {y.dtype}. Convert them with .long(); "
-            'for real-valued targets use likelihood="regression" (--task regression).'
-        )
+        advice = 'use .long(), or likelihood="regression" (--task regression)'
+        raise DataError(f"Expected integer class labels from 0 to {classes - 1}, got {y.dtype}: {advice}.")
     if y.shape == (n, 1):
         y = y.squeeze(1)
     if y.shape != (n,):
@@ -58,10 +54,8 @@ def class_labels(y: Any, mean: Tensor) -> Tensor:
     y = y.long()
     if n and (int(y.min()) < 0 or int(y.max()) >= classes):
         wrong = int(((y < 0) | (y >= classes)).nonzero()[0])
-        raise DataError(
-            f"Expected class labels from 0 to {classes - 1} (the network has {classes} outputs), "
-            f"got {int(y[wrong])} in row {wrong}." + (" Do they start at 1?" if int(y.min()) == 1 else "")
-        )
+        got = f"{int(y[wrong])} in row {wrong}." + (" Do they start at 1?" if int(y.min()) == 1 else "")
+        raise DataError(f"Expected class labels from 0 to {classes - 1} (the network has {classes} outputs), got {got}")
     return y
 
 
@@ -93,10 +87,8 @@ def require_finite(values: Tensor, name: str, *, first_row: int = 0) -> None:
     finite = values.isfinite()
     if not bool(finite.all()):
         wrong = (~finite).nonzero()[0].tolist()
-        raise DataError(
-            f"Expected finite {name}, got {float(values[tuple(wrong)])} in row {first_row + wrong[0]} "
-            f"({int((~finite).sum())} such values). Remove those rows, or find what made them."
-        )
+        got = f"{float(values[tuple(wrong)])} in row {first_row + wrong[0]} ({int((~finite).sum())} such values)"
+        raise DataError(f"Expected finite {name}, got {got}. Remove those rows, or find what made them.")
 
 
 def as_rows(rows: Any, length: int) -> Any:
@@ -150,7 +142,6 @@ def known_device(device: str | torch.device | None) -> torch.device | None:
     except RuntimeError as error:
         raise OptionError(f"Expected a device such as cpu, cuda or cuda:1, got {device!r}.") from error
     if known is not None and known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
-        raise OptionError(
-            f"Expected a device that is there, got {device}: torch sees {torch.cuda.device_count()} GPUs."
-        )
+        count = torch.cuda.device_count()
+        raise OptionError(f"Expected a device that is there, got {device}: torch sees {count} GPUs.")
     return known
