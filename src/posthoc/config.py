@@ -97,10 +97,8 @@ class MethodConfig:
             if name == "outputs_are" and name not in known:
                 raise OptionError(f"{method} needs real outputs or logits, got {name}={options[name]!r}.")
             if name not in known:
-                close = "".join(f" Did you mean {each}?" for each in difflib.get_close_matches(name, known, 1))
-                raise OptionError(
-                    f"Unknown option {reprlib.repr(name)} of {method}.{close} Its options are: {', '.join(known)}."
-                )
+                hint = "".join(f"Did you mean {close}? " for close in difflib.get_close_matches(name, known, 1))
+                raise OptionError(f"Unknown option {name!r} of {method}. {hint}Its options are: {', '.join(known)}.")
         return cls(**options)
 
     @classmethod

@@ -24,10 +24,8 @@ def regression_targets(y: Any, mean: Tensor) -> Tensor:
         raise DataError(f"Expected real numbers as regression targets, got {y.dtype}.")
     if y.shape != mean.shape:
         if not (y.numel() == mean.numel() == len(mean) and y.shape[:1] == mean.shape[:1]):
-            wanted, got = tuple(mean.shape), tuple(y.shape)
-            raise DataError(
-                f"Expected targets of the network's output shape {wanted}, got {got}: they are not broadcast."
-            )
+            got = f"{tuple(y.shape)}: reshape the targets (they are not broadcast)"
+            raise DataError(f"Expected targets of the network's output shape {tuple(mean.shape)}, got {got}.")
         y = y.reshape(mean.shape)
     require_finite(y, "targets")
     return y
