@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from posthoc.cli.app import run
+from posthoc.cli import main
 from reproduction.experiments import EXPERIMENTS, Request, experiment_named
 
 __all__ = ["reproduce"]
@@ -69,4 +69,4 @@ def split_names(names: str) -> tuple[str, ...] | None:
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(reproduce)
-    run(app)
+    main(app)

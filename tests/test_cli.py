@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 import posthoc
 from posthoc import DataError, PosthocWarning, __version__
 from posthoc.cli import app, main
-from posthoc.cli.app import run
 from posthoc.cli.demo_data import SPANS, heteroscedastic
 from posthoc.io import atomic_path
 
@@ -39,7 +38,7 @@ def run_function(monkeypatch: pytest.MonkeyPatch, function: Callable[[], None]) 
     """The exit code of a command line that calls the function."""
     app = typer.Typer()
     app.command()(function)
-    return run_main(monkeypatch, partial(run, app))
+    return run_main(monkeypatch, partial(main, app))
 
 
 def test_demo_prints_a_table_and_draws_the_figure(tmp_path):
@@ -114,7 +113,7 @@ def test_log_messages_are_lines_on_stderr_and_nothing_stays(monkeypatch, capsys)
 def test_sigterm_removes_temporary_files(tmp_path):
     code = f"""
 import time, typer
-from posthoc.cli.app import run
+from posthoc.cli import main
 from posthoc.io import atomic_path
 
 def write() -> None:
@@ -125,7 +124,7 @@ def write() -> None:
 
 app = typer.Typer()
 app.command()(write)
-run(app)
+main(app)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

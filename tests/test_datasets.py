@@ -94,7 +94,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path):
     (tmp_path / "data.xls").write_text("")
     for name, options, error, message in [
         ("none", {}, DataError, "found none"),
-        ("both", {}, DataError, r"found both \(1 and 3\)"),
+        ("both", {}, DataError, "found 1 of 4 there"),
         ("both", {"target_column": "label"}, OptionError, "Columns are for tables"),
         ("absent", {}, FileError, "found nothing at"),
         ("data.xls", {}, OptionError, "Expected a folder of images"),

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from posthoc import DataError, FileError, LayerError, MissingExtraError, OptionError, Outputs, PosthocWarning
 from posthoc.collect.fingerprint import fingerprint
 from posthoc.integrations.datasets import open_data
-from posthoc.integrations.models import only_tensors
+from posthoc.integrations.models import ONLY_TENSORS
 from tests.collecting_cases import NET, TRANSFORM, TinyNet, assert_close, expected, images, outputs, predictor, raw
 
 ROWS = 5
@@ -284,7 +284,9 @@ def test_the_real_library(library, tmp_path):
 def test_published_weights_are_never_unpickled(tmp_path, monkeypatch):
     monkeypatch.setenv("POSTHOC_TEST_BOMB", str(tmp_path / "exploded"))
     torch.save({"fc.weight": Bomb()}, tmp_path / "published.pth")
-    with only_tensors(), pytest.raises(pickle.UnpicklingError):  # which torchvision downloads in this way
+    for name, value in ONLY_TENSORS.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(pickle.UnpicklingError):  # torchvision downloads in this way
         torch.hub.load_state_dict_from_url((tmp_path / "published.pth").as_uri(), str(tmp_path / "cache"))
     assert not (tmp_path / "exploded").exists()
 

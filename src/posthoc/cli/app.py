@@ -38,12 +38,7 @@ def posthoc(
     """Honest error bars on any pre-trained neural network."""
 
 
-def main() -> None:
-    """Run the `posthoc` command."""
-    run(app)
-
-
-def run(app: typer.Typer) -> None:
+def main(app: typer.Typer = app) -> None:
     """Run a command line: known errors become one line and exit code 1, warnings become one line."""
     with messages_on_stderr():
         try:

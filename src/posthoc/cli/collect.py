@@ -20,29 +20,24 @@ run_option = partial(typer.Option, rich_help_panel="Running")
 
 PREDICTOR = "torchvision:NAME, timm:NAME, hf:NAME-OR-FOLDER, package.module:function, or a file: .onnx, .pt, .ts, .pt2."
 DATA = "A folder of images (one sub-folder a class, or images alone), .parquet, .csv, .jsonl, .npz, or hf:NAME:SPLIT."
-LAYER = "The layer whose output is the features (ONNX, TorchScript: an output). Default: the last linear layer's input."
 WEIGHTS = "Published weights (a name, tag or revision), or a file of a state_dict. none: the function loads its own."
 TRANSFORM = "package.module:function from an input to a tensor; none: images in [0, 1]. Default: that of the weights."
-TRUST = "Allow what runs code of its own: import strings, TorchScript and torch.export files."
-INPUT_COLUMN = "The column of the inputs; repeat it for several columns of numbers. Default: image, text, inputs, x ..."
-TARGET_COLUMN = "The column of the targets. Default: label, target, y ..."
-WORKERS = f"Processes that read data (default: one a processor, at most {MAX_WORKERS}; none for .npz), or Ray's actors."
 
 
 def collect(
     predictor: Annotated[str, typer.Argument(metavar="PREDICTOR", help=PREDICTOR)],
     data: Annotated[str, typer.Argument(metavar="DATA", help=DATA)],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
-    layer: Annotated[str | None, predictor_option(help=LAYER)] = None,
+    layer: Annotated[str | None, predictor_option(help="Where features are. Default: the last linear's input.")] = None,
     weights: Annotated[str | None, predictor_option(help=WEIGHTS)] = None,
     transform: Annotated[str | None, predictor_option(help=TRANSFORM)] = None,
-    trust_code: Annotated[bool, predictor_option("--trust-code", help=TRUST)] = False,
-    input_column: Annotated[list[str] | None, data_option(help=INPUT_COLUMN)] = None,
-    target_column: Annotated[str | None, data_option(help=TARGET_COLUMN)] = None,
+    trust_code: Annotated[bool, predictor_option("--trust-code", help="Allow predictors that run code.")] = False,
+    input_column: Annotated[list[str] | None, data_option(help="Column of the inputs; repeat it for several.")] = None,
+    target_column: Annotated[str | None, data_option(help="Column of the targets. Default: label, y ...")] = None,
     inputs: Annotated[bool, data_option("--inputs/--no-inputs", help="Store the flattened inputs too.")] = False,
     device: Annotated[str | None, run_option(help="cpu, cuda, cuda:1. Default: a GPU if there is one.")] = None,
     batch_size: Annotated[int, run_option(min=1, help="Rows that the predictor is run on at a time.")] = 64,
-    workers: Annotated[int | None, run_option(min=0, help=WORKERS)] = None,
+    workers: Annotated[int | None, run_option(min=0, help="Processes that read data, or Ray's actors.")] = None,
     engine: Annotated[Engine, run_option(help="This process, or a Ray cluster.")] = "local",
     force: Annotated[bool, run_option("--force", help="Collect anew into an existing folder of outputs.")] = False,
 ) -> None:

@@ -61,8 +61,7 @@ def compare(
 
     chosen = REGISTRY if methods == "all" else [method_named(name.strip()).name for name in methods.split(",")]
     tables = options_by_method(shared.read_config(config, set_), list(chosen))
-    given = {"train": train, "test": test, "ood": ood, "val": val}
-    paths = {role: path for role, path in given.items() if path is not None}
+    paths = {"train": train, "test": test} | {role: path for role, path in (("ood", ood), ("val", val)) if path}
     columns = shared.read_columns(outputs=outputs, targets=targets, features=features, inputs=inputs)
     data = open_data(paths, columns)
     kind = check_data(data, task, outputs_are or "logits")
@@ -167,8 +166,7 @@ def record_of(row: Row) -> dict[str, Any]:
 
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
     """The result of a function in a process of its own, which ends when this one does, however that ends."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         try:
             return pool.submit(function, *args).result()
         except (KeyboardInterrupt, SystemExit):

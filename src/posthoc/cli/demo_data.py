@@ -10,23 +10,15 @@ SPANS = ((-7.2, -4.8), (-1.6, 1.6), (4.8, 7.2))
 """Where there are data; between them are the gaps."""
 
 
-def signal(x: Tensor) -> Tensor:
-    """The function behind the data."""
-    return 0.8 * torch.sin(0.45 * x) + 0.15 * torch.cos(1.5 * x)
-
-
-def noise_std(x: Tensor) -> Tensor:
-    """The standard deviation of the noise at x."""
-    return 0.03 + 0.22 * torch.sin(1.3 * x + 0.6).square()
-
-
 def heteroscedastic(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """n points (x, y), each (n, 1) in float32: x uniform over the spans, y the signal and its noise."""
     starts, ends = torch.tensor(SPANS).unbind(-1)
     lengths = ends - starts
     span = torch.multinomial(lengths, n, replacement=True, generator=generator)
     x = (starts[span] + lengths[span] * torch.rand(n, generator=generator))[:, None]
-    return x, signal(x) + noise_std(x) * torch.randn(n, 1, generator=generator)
+    signal = 0.8 * torch.sin(0.45 * x) + 0.15 * torch.cos(1.5 * x)
+    noise_std = 0.03 + 0.22 * torch.sin(1.3 * x + 0.6).square()
+    return x, signal + noise_std * torch.randn(n, 1, generator=generator)
 
 
 def untrained(seed: int) -> nn.Sequential:

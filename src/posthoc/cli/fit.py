@@ -11,15 +11,13 @@ import typer
 from posthoc.cli import shared
 from posthoc.errors import OptionError
 
-METHODS = "fmgp, map (the bare predictor), temperature, vector, laplace, ella, valla or gp."
-
 
 def fit(
     data: Annotated[str, typer.Argument(help=shared.DATA)],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the head goes (.safetensors).")],
     task: shared.TaskOption = None,
     val: Annotated[str | None, typer.Option(help="More outputs, for early stopping.")] = None,
-    method: Annotated[str, typer.Option(help=METHODS)] = "fmgp",
+    method: Annotated[str, typer.Option(help="fmgp, map, temperature, vector, laplace, ella, valla or gp.")] = "fmgp",
     config: shared.Config = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="One option: --set steps=2000.")] = None,
     outputs_are: shared.OutputsAre = None,

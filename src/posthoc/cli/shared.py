@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from posthoc.base import Method
     from posthoc.collect.outputs import Outputs
 
-INTERRUPTED = 130
-"""The exit code of a command that was interrupted from the keyboard."""
-
 DATA = "Outputs on data that the network has not memorized, as a file or folder; 'file.npz[:5000]' for some rows."
 
 YES, NO = ("true", "yes", "y", "on"), ("false", "no", "n", "off")
@@ -156,7 +153,7 @@ def interruptible(advice: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         typer.echo(f"posthoc: interrupted; {advice}", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(130) from None  # as shells do
 
 
 @contextmanager

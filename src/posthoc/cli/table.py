@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,8 @@ def columns(part: Predictive, first: int) -> Columns:
     if isinstance(part, ClassificationPredictive):
         std = part.latent.std.gather(-1, part.labels[:, None]).squeeze(-1).numpy()
         return table | {"label": values["labels"], "probs": values["probs"], "entropy": values["entropy"], "std": std}
-    for name in ("mean", "std"):
-        table[name] = values[name][:, 0] if values[name].shape[1:] == (1,) else values[name]
-    return table
+    alone = values["mean"].shape[1:] == (1,)
+    return table | {name: values[name][:, 0] if alone else values[name] for name in ("mean", "std")}
 
 
 def require_table(path: str | os.PathLike[str]) -> Callable[[Path, Iterator[Columns]], None]:
@@ -71,14 +69,12 @@ def write_parquet(path: Path, tables: Iterator[Columns]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    converted = (
-        pa.table({name: list(values) if values.ndim > 1 else values for name, values in table.items()})
-        for table in tables
-    )
-    first = next(converted)
-    with pq.ParquetWriter(path, first.schema) as writer:
-        for table in chain([first], converted):
-            writer.write_table(table)
+    writer: Any = None
+    for columns in tables:
+        table = pa.table({name: list(values) if values.ndim > 1 else values for name, values in columns.items()})
+        writer = writer or pq.ParquetWriter(path, table.schema)
+        writer.write_table(table)
+    writer.close()
 
 
 def write_csv(path: Path, tables: Iterator[Columns]) -> None:

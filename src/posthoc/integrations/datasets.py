@@ -105,8 +105,7 @@ class ImageFolder:
             raise DataError(f"Expected images ({', '.join(IMAGES)}) in {folder} or in its sub-folders, found none.")
         loose = sum("/" not in name for name, _ in files)
         if 0 < loose < len(files):
-            counts = f"{loose} and {len(files) - loose}"
-            raise DataError(f"Expected images in {folder} or in its sub-folders, found both ({counts}): move some.")
+            raise DataError(f"Expected images in {folder} or in its sub-folders, found {loose} of {len(files)} there.")
         self.labels = {name: number for number, name in enumerate(classes)} if not loose else {}
         # Bytes in one array: every worker process would copy a list of strings.
         self.names = np.array([os.fsencode(name) for name, _ in files])

@@ -192,9 +192,5 @@ def describe(processor: Any, settings: str) -> str:
     return f"{type(processor).__name__} {hashlib.sha256(settings.encode()).hexdigest()[:16]}"
 
 
-LIBRARIES: dict[str, Callable[[str, str | None], tuple[nn.Module, Transform]]] = {
-    "torchvision": load_torchvision,
-    "timm": load_timm,
-    "hf": load_transformers,
-}
+LIBRARIES = {"torchvision": load_torchvision, "timm": load_timm, "hf": load_transformers}
 """How the models of each library are loaded, by name and weights."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
@@ -29,6 +28,9 @@ from posthoc.validation import known_device
 
 PROGRAMS = (".pt", ".ts", ".pt2", ".onnx")
 """The suffixes of files with a whole network."""
+
+ONLY_TENSORS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+"""The environment in which every `torch.load`, also in other libraries, runs with `weights_only=True`."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class Plan:
         """Open the predictor, whose identity then includes the data, and the data."""
         data = open_data(self.data, input_columns=self.input_columns, target_column=self.target_column)
         predictor = open_predictor(self)
-        identity = {**predictor.identity, "data": data.identity, "inputs": self.inputs}
-        return replace(predictor, identity=identity), data
+        predictor.identity.update(data=data.identity, inputs=self.inputs)
+        return predictor, data
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def open_predictor(plan: Plan) -> Predictor:
     device = known_device(plan.device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     transform, network = PLAIN, None
     if scheme in LIBRARIES and rest:
-        with only_tensors():
+        with patch.dict(os.environ, ONLY_TENSORS):
             model, transform = LIBRARIES[scheme](rest, plan.weights)
         backbone = Backbone(model.to(device), layer, None)
         if Path(rest).is_dir():  # it may be moved
@@ -106,14 +108,6 @@ def open_predictor(plan: Plan) -> Predictor:
         "transform": transform.description,
     }
     return Predictor(backbone, Collate(transform, backbone.dtype), identity)
-
-
-@contextmanager
-def only_tensors() -> Iterator[None]:
-    """Inside, every `torch.load`, also in other libraries, runs with `weights_only=True`."""
-    with patch.dict(os.environ, {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}):
-        os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
-        yield
 
 
 # Import strings, which run code

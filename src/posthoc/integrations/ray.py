@@ -18,7 +18,7 @@ import torch
 from posthoc import methods
 from posthoc.collect import open_outputs
 from posthoc.collect.outputs import Outputs, join
-from posthoc.collect.to_folder import Span, SpanReader, spans, write_to_folder
+from posthoc.collect.to_folder import Span, SpanReader, spans, until_end, write_to_folder
 from posthoc.errors import OptionError, PosthocError
 from posthoc.integrations.models import Plan
 from posthoc.optional import require
@@ -47,7 +47,7 @@ def collect_with_ray(
 
     def parts(start: int) -> Generator[Outputs]:
         wanted = list(spans(start, total, batch_size))
-        yield from in_order(partial(collecting, plan), wanted, actors, use_gpus=plan.device != "cpu")
+        return in_order(partial(collecting, plan), wanted, actors, use_gpus=plan.device != "cpu")
 
     return write_to_folder(parts, folder, identity=predictor.identity, total=total, force=force)
 
@@ -69,11 +69,8 @@ def collecting(plan: Plan) -> Work:
     batches = SpanReader(data, predictor.collate)
 
     def work(span: Span) -> Outputs:
-        batch = batches[span]
-        if isinstance(batch, PosthocError):
-            raise batch
         with predictor.backbone.reading(features=True, inputs=plan.inputs) as read:
-            return join(list(read([batch]))).to(torch.device("cpu"))
+            return join(list(read(until_end([batches[span]])))).to(torch.device("cpu"))
 
     return work
 
