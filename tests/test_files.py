@@ -392,9 +392,6 @@ def test_changes_to_mapped_numbers_stay_in_memory(tmp_path: Path) -> None:
     assert bits(open_outputs(tmp_path / "data")) == bits(some())
 
 
-NUMBERS = {"dtype": "float32", "width": []}
-
-
 def change_manifest(folder: Path, **changes: Any) -> None:
     path = folder / "outputs.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -404,8 +401,11 @@ def change_manifest(folder: Path, **changes: Any) -> None:
     ("change", "message"),
     [
         (lambda f: (f / "features.npy").unlink(), r"features\.npy, found no such file"),
-        (lambda f: os.truncate(f / "targets.npy", 200), r"Expected 368 bytes in .*targets\.npy, found 200"),
-        (lambda f: os.truncate(f / "targets.npy", 369), r"Expected 368 bytes in .*targets\.npy, found 369"),
+        (
+            lambda f: os.truncate(f / "targets.npy", 200),
+            r"\(368 bytes\) in .*targets\.npy, found .* and 200 bytes",
+        ),
+        (lambda f: os.truncate(f / "targets.npy", 369), r"\(368 bytes\) in .*targets\.npy, found .* and 369 bytes"),
         (lambda f: (f / "inputs.npy").write_bytes(b"hello"), r"Expected a \.npy file of .*inputs\.npy"),
         (lambda f: np.save(f / "outputs.npy", np.zeros((29, 4), np.float32)), r"30 rows .*found .*\(29, 4\)"),
         (lambda f: np.save(f / "outputs.npy", np.zeros((30, 5), np.float32)), r"30 rows .*found .*\(30, 5\)"),
@@ -417,13 +417,11 @@ def change_manifest(folder: Path, **changes: Any) -> None:
         (lambda f: change_manifest(f, format="x"), "of another origin"),
         (lambda f: change_manifest(f, version=2), "Expected format version 1, found 2"),
         (lambda f: change_manifest(f, rows=29), "Expected a .npy file of 29 rows"),
-        (lambda f: change_manifest(f, rows="30"), "Expected rows, identity and arrays"),
-        (lambda f: change_manifest(f, rows=0), "Expected rows, identity and arrays"),
-        (lambda f: change_manifest(f, rows=0, arrays={}), "Expected at least one row"),
-        (lambda f: change_manifest(f, complete=None), "Expected rows, identity and arrays"),
-        (lambda f: change_manifest(f, arrays={"outputs": {"dtype": "O", "width": []}}), "Expected rows, identity"),
+        (lambda f: change_manifest(f, rows="many"), "Expected rows, identity and arrays"),
+        (lambda f: change_manifest(f, rows=0), "Expected at least one row"),
+        (lambda f: change_manifest(f, arrays={}), "Expected at least one row"),
+        (lambda f: change_manifest(f, arrays={"outputs": {"dtype": "O", "width": []}}), "found .*f4"),
         (lambda f: change_manifest(f, arrays={"outputs": {"dtype": "float32"}}), "Expected rows, identity"),
-        (lambda f: change_manifest(f, arrays={"outputs": NUMBERS, "weights": NUMBERS}), "Expected rows, identity"),
     ],
 )
 def test_folder_that_was_changed_is_refused(change: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
@@ -443,7 +441,7 @@ def test_identity_is_kept(tmp_path: Path) -> None:
     save_outputs(some(), tmp_path / "data.npz")
     with pytest.raises(FileError, match="Expected a folder of outputs, which has an identity"):
         read_identity(tmp_path / "data.npz")
-    with pytest.raises(OptionError, match="mapping that JSON can hold"):
+    with pytest.raises(TypeError, match="not JSON serializable"):
         OutputsWriter(tmp_path / "new", identity={"network": object()})
     assert not (tmp_path / "new").exists()
 

@@ -174,7 +174,7 @@ def test_csv_targets_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     [
         ("1.0,2.0\n3.0,4.0\n", "names of columns in the first line"),
         ("\n\n", "names of columns in the first line"),
-        ("outputs,targets\n1.0,2\n3.0\n", "Expected 2 values in every line .*found 1 in row 1.*save it again"),
+        ("outputs,targets\n1.0,2\n3.0\n", "Expected 2 values in every line .*found 1 in row 1"),
         ("outputs,targets\n1.0,2,3\n", "found 3 in row 0"),
         ("outputs,targets,outputs\n1.0,2,3\n", "different names.*outputs more than once"),
         ('outputs,targets\n1.0,"2\n', "Expected a CSV table"),
@@ -214,9 +214,9 @@ def test_parquet_of_other_tools(tmp_path: Path) -> None:
     ("column", "message"),
     [
         ([[1.0], [1.0, 2.0]], r"lists of one length in column 'outputs', got lengths \[1, 2\]"),
-        ([1.0, None], "a number in every row of column 'outputs', got none 1 times"),
-        ([[1.0], None], "a number in every row of column 'outputs', got none 1 times"),
-        ([[1.0], [None]], "a number in every row of column 'outputs', got none 1 times"),
+        ([1.0, None], "a number in every row of column 'outputs', got 1 nulls"),
+        ([[1.0], None], "a number in every row of column 'outputs', got 1 nulls"),
+        ([[1.0], [None]], "a number in every row of column 'outputs', got 1 nulls"),
         ([b"a", b"b"], "Expected numbers in column 'outputs', got binary"),
     ],
 )

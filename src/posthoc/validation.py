@@ -80,7 +80,7 @@ def require_finite(values: Tensor, name: str, *, first_row: int = 0) -> None:
         name: What they are, for the message.
         first_row: The number of the first row in the whole data.
     """
-    if not values.is_floating_point():
+    if not values.is_floating_point() or math.isfinite(values.sum()):  # which takes a third of the time
         return
     finite = values.isfinite()
     if not bool(finite.all()):

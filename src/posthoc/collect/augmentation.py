@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc.collect.loaders import as_tensor, change_tensors, is_array, iterate
+from posthoc.collect.loaders import as_tensor, change_tensors, is_array, iterate, leaves
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, OptionError
 
@@ -45,21 +45,16 @@ class Augmented:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in iterate(self.data, self.size):
-            images: list[Tensor] = []
-
-            def change(value: Any, images: list[Tensor] = images) -> Any:
-                if not is_array(value) or value.ndim != 4:
-                    return value
-                images.append(as_tensor(value))
-                return self._changed(images[-1])
-
-            changed = change_tensors(batch, change)
-            if len(images) != 1:
+            if (number := sum(map(is_images, leaves(batch)))) != 1:
                 shape = "(N, channels, height, width) in every batch to augment"
-                raise DataError(f"Expected one array of images of shape {shape}, got {len(images)}.")
-            yield changed
+                raise DataError(f"Expected one array of images of shape {shape}, got {number}.")
+            yield change_tensors(batch, lambda value: self._changed(as_tensor(value)) if is_images(value) else value)
 
     def _changed(self, images: Tensor) -> Tensor:
         if not images.is_floating_point():
             raise DataError(f"Expected images as real numbers, as the network takes them, got {images.dtype}.")
         return self.augment(images) if callable(self.augment) else random_crops(images, self.generator)
+
+
+def is_images(value: Any) -> bool:
+    return is_array(value) and value.ndim == 4

@@ -96,29 +96,24 @@ def find_rounding(outputs: Tensor, kind: str) -> Rounding:
         kind: As for `as_logits`; of logits nothing is derived.
     """
     columns = as_columns(outputs, kind)
-    dtype = torch.promote_types(columns.dtype, torch.float32)
-    epsilon = torch.finfo(dtype).eps
+    limits = torch.finfo(torch.promote_types(columns.dtype, torch.float32))
+    unit, floor = 0.0, limits.eps
     if kind == "logits" or not len(columns):
-        return Rounding(epsilon, 0.0)
-    values = columns.double()
-    zeros, ones = columns <= 0.0, columns >= 1.0
-    if kind == "log-probs":
-        values = values.exp()
-        zeros, ones = columns.isneginf(), columns >= 0.0
+        return Rounding(floor, unit)
+    values = columns.double().exp() if kind == "log-probs" else columns.double()
+    zeros = columns.isneginf() if kind == "log-probs" else columns <= 0.0
     if columns.shape[1] == 1:
-        zeros = zeros | ones  # the other class has what is left
+        zeros = zeros | (columns >= (0.0 if kind == "log-probs" else 1.0))  # the other class has what is left
     inner = values[(values > 0.0) & (values < 1.0)]
-    unit, floor = 0.0, epsilon
     if len(inner) >= FEWEST_VALUES:
         unit = find_unit(inner[:: max(1, len(inner) // MOST_VALUES)], columns.dtype)
         floor = (unit or float(inner.min())) / 2.0
-    floor = max(floor, torch.finfo(dtype).tiny)
+    floor = max(floor, limits.tiny)
     if bool(zeros.any()):
         reason = f"half of their unit of rounding, {unit:.3g}" if unit else "less than any other"
-        warn(
-            f"{int(zeros.sum()):,} of {values.numel():,} probabilities are 0, which no calibration can correct. "
-            f"They are taken as {floor:.3g} ({reason}). Give logits, or unrounded probabilities, if you have them."
-        )
+        counts = f"{int(zeros.sum()):,} of {values.numel():,}"
+        advice = "Give logits, or unrounded probabilities, if you have them."
+        warn(f"{counts} probabilities are 0 and are taken as {floor:.3g} ({reason}). {advice}")
     return Rounding(floor, unit)
 
 

@@ -21,10 +21,8 @@ SHARE = 0.5
 def warn_if_half(outputs: Tensor) -> None:
     """Warns of outputs in half precision."""
     if outputs.dtype in (torch.float16, torch.bfloat16):
-        warn(
-            f"The outputs are {outputs.dtype}: means stay as they are, the uncertainty is computed in float64 and "
-            "returned in float32."
-        )
+        rest = "the uncertainty is computed in float64 and returned in float32"
+        warn(f"The outputs are {outputs.dtype}: means stay as they are, {rest}.")
 
 
 def check_classes(train: Outputs, *, required: bool) -> None:
@@ -42,10 +40,8 @@ def check_classes(train: Outputs, *, required: bool) -> None:
 def warn_if_probabilities(*collected: Tensor) -> None:
     """Warns of outputs that look like probabilities where logits are expected."""
     if any(map(look_like_probabilities, collected)):
-        warn(
-            'These outputs look like probabilities and are taken for logits: say outputs_are="probs" '
-            "(--outputs-are probs) if they are."
-        )
+        advice = 'if they are, say outputs_are="probs" (--outputs-are probs)'
+        warn(f"These outputs look like probabilities and are taken for logits: {advice}.")
 
 
 def look_like_probabilities(outputs: Tensor) -> bool:
@@ -53,7 +49,7 @@ def look_like_probabilities(outputs: Tensor) -> bool:
         return False
     some = outputs[:1024].double().reshape(min(len(outputs), 1024), -1)
     sums = some.sum(-1) if some.shape[1] > 1 else torch.ones_like(some[:, 0])
-    return bool(((some >= 0.0) & (some <= 1.0)).all()) and bool(((sums - 1.0).abs() < 1e-3).all())
+    return bool(((some >= 0.0) & (some <= 1.0)).all() and ((sums - 1.0).abs() < 1e-3).all())
 
 
 def warn_if_memorized(train: Outputs, val: Outputs | None, task: str) -> None:
@@ -68,11 +64,8 @@ def warn_if_memorized(train: Outputs, val: Outputs | None, task: str) -> None:
         sign = f"its mean error is {loss:.3g} here and {val_loss:.3g} on the validation data"
     else:
         return
-    warn(
-        f"The network seems to have seen these data in training: {sign}. What is learnt from so few errors is too sure "
-        "of new data. Fit on data that were kept apart; or, for images, on changed views of them: "
-        'fit(..., augment="crops").'
-    )
+    advice = 'Fit on data that were kept apart or, for images, on changed views: fit(..., augment="crops")'
+    warn(f"The network seems to have seen these data in training: {sign}. The fit is too sure of new data. {advice}.")
 
 
 def fit_quality(outputs: Outputs, task: str) -> tuple[float, float]:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from posthoc.collect.folder import LOCK, Manifest, arrays_of, open_folder, require_ours, row_type
-from posthoc.collect.loaders import Array, array_of, tensor_of
+from posthoc.collect.loaders import Array, array_of, listed, tensor_of
 from posthoc.collect.outputs import NAMES, Outputs
 from posthoc.collect.tables import Columns, read_csv, read_parquet, unreadable, write_parquet
 from posthoc.errors import DataError, FileError, OptionError
@@ -59,7 +58,11 @@ def open_outputs(path: str | os.PathLike[str], *, columns: Columns | None = None
 
 def read_file(path: Path, form: str, columns: Columns | None) -> Outputs:
     try:
-        outputs = Outputs(**(TABLES[form](path, columns) if form in TABLES else ARRAYS[form](path)))
+        if form in TABLES:
+            parts = TABLES[form](path, columns)
+        else:
+            parts = {name: tensor_of(array, name) for name, array in ARRAYS[form](path).items()}
+        outputs = Outputs(**parts)
         if not len(outputs):
             raise DataError("Expected at least one row, got none.")
     except DataError as error:
@@ -78,8 +81,8 @@ def save_outputs(outputs: Outputs, path: str | os.PathLike[str], *, force: bool 
     target = Path(path)
     suffix = target.suffix.lower()
     if suffix and suffix not in WRITERS:
-        wanted = f"{', '.join(WRITERS)}, or in no suffix for a folder"
-        raise OptionError(f"Expected a name that ends in {wanted}, got {target.name!r}.")
+        known = ", ".join(WRITERS)
+        raise OptionError(f"Expected a name that ends in {known}, or in no suffix for a folder, got {target.name!r}.")
     arrays = arrays_of(outputs)
     if not len(outputs):
         raise DataError("Expected at least one row to save, got none.")
@@ -154,43 +157,40 @@ def form_of(path: Path) -> str:
         return "CSV"
     others = {b"": "an empty file", b"\x93": "a single .npy array", b"\x80": "a pickle, which is never opened,"}
     found = others.get(start[:1], "something else (or a damaged file)")
+    advice = "np.savez(path, outputs=..., targets=...) makes one."
     raise FileError(
-        "Expected an .npz, .safetensors, Parquet or CSV file, or a folder that posthoc wrote, found "
-        f"{found} in {path}. Make one with np.savez(path, outputs=..., targets=...), say."
+        f"Expected an .npz, .safetensors, Parquet or CSV file, or a folder, found {found} in {path}. {advice}"
     )
 
 
 # Files of named arrays. Names that are not ours are left alone.
 
 
-def read_npz(path: Path) -> dict[str, Tensor]:
+def read_npz(path: Path) -> dict[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: np.asarray(file[name]) for name in ours(path, file.files)}
+            return {name: np.asarray(file[name]) for name in ours(path, file.files)}
     except FileError:
         raise
     except Exception as error:  # a damaged archive fails in many ways
         raise unreadable(path, "an .npz file of arrays of numbers", error) from error
-    return {name: tensor_of(array, name) for name, array in arrays.items()}
 
 
-def read_safetensors(path: Path) -> dict[str, Tensor]:
+def read_safetensors(path: Path) -> dict[str, Array]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            arrays = {name: array_of(file.get_tensor(name), name) for name in ours(path, file.keys())}
+            return {name: array_of(file.get_tensor(name), name) for name in ours(path, file.keys())}
     except SafetensorError as error:
         raise unreadable(path, "a safetensors file", error) from error
-    return {name: tensor_of(array, name) for name, array in arrays.items()}
 
 
 def ours(path: Path, names: list[str]) -> list[str]:
     """The names in a file that are parts of `Outputs`."""
     if "outputs" not in names:
-        found = ", ".join(ascii(name)[1:-1] for name in names[:20]) or "none"
-        advice = f"rename the arrays to those of {', '.join(NAMES)} that there are"
-        raise FileError(f"Expected an array named outputs in {path}, found {found}: {advice}.")
+        found = f"{listed(names)}: rename the arrays to {', '.join(NAMES)}"
+        raise FileError(f"Expected an array named outputs in {path}, found {found}.")
     return [name for name in NAMES if name in names]
 
 
@@ -203,7 +203,7 @@ def write_safetensors(path: Path, arrays: dict[str, Array]) -> None:
     from safetensors.numpy import save_file
 
     try:
-        save_file({name: array.copy() for name, array in arrays.items()}, path)
+        save_file(arrays, path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
 

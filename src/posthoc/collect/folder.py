@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posthoc.collect.loaders import Array, array_of
+from posthoc.collect.loaders import Array, array_of, listed
 from posthoc.collect.outputs import NAMES, Outputs
-from posthoc.errors import DataError, FileError, OptionError
+from posthoc.errors import DataError, FileError
 from posthoc.io import atomic_path, lock, require_regular, require_writable, sync_folder, writing
 
 MANIFEST = "outputs.json"
@@ -56,12 +56,13 @@ def file_size(row: np.dtype[Any], rows: int) -> int:
     return len(header(row, 0)) + rows * row.itemsize
 
 
-def require_header(file: BinaryIO, path: Path, row: np.dtype[Any], *rows: int) -> None:
-    """Refuses a file that does not begin as a `.npy` file of so many such rows does."""
-    start = file.read(len(header(row, 0)))
-    if start not in [header(row, number) for number in rows]:
-        found = f"{start[10:].strip()!r}. {DAMAGED}"
-        raise FileError(f"Expected a .npy file of {rows[-1]} rows of {row} in {path}, found {found}")
+def require_array(file: BinaryIO, path: Path, row: np.dtype[Any], rows: int, *, complete: bool) -> None:
+    """Refuses a file other than a `.npy` file of so many such rows; until it is complete it may say 0 and be longer."""
+    start, size, expected = file.read(len(header(row, 0))), os.fstat(file.fileno()).st_size, file_size(row, rows)
+    headers = [header(row, rows)] if complete else [header(row, rows), header(row, 0)]
+    if start not in headers or size < expected or (complete and size > expected):
+        found = f"{start[10:].strip()!r} and {size} bytes. {DAMAGED}"
+        raise FileError(f"Expected a .npy file of {rows} rows of {row} ({expected} bytes) in {path}, found {found}")
 
 
 @dataclass(frozen=True)
@@ -85,20 +86,18 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a folder, checked."""
+        """The manifest of a folder."""
         document = read_document(folder)
         if (version := document.get("version")) != VERSION:
-            advice = "make it again, with force=True"
-            raise FileError(f"Expected format version {VERSION}, found {version} in {folder}: {advice}.")
+            raise FileError(f"Expected format version {VERSION}, found {version} in {folder}. {DAMAGED}")
         try:
-            rows, complete, arrays = document["rows"], document["complete"], document["arrays"]
+            arrays = {name: document["arrays"][name] for name in NAMES if name in document["arrays"]}
             types = {name: np.dtype((each["dtype"], tuple(each["width"]))) for name, each in arrays.items()}
-            sound = type(rows) is int and type(complete) is bool and (rows > 0) == ("outputs" in types)
-            if sound and types.keys() <= set(NAMES) and all(row.base.kind in "fib" for row in types.values()):
-                return cls(rows, complete, dict(document["identity"]), types)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            pass
-        raise FileError(f"Expected rows, identity and arrays in {folder / MANIFEST}, found others. {DAMAGED}")
+            return cls(int(document["rows"]), bool(document["complete"]), dict(document["identity"]), types)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileError(
+                f"Expected rows, identity and arrays in {folder / MANIFEST}: {error!r}. {DAMAGED}"
+            ) from error
 
 
 def read_document(folder: Path) -> dict[str, Any]:
@@ -109,7 +108,7 @@ def read_document(folder: Path) -> dict[str, Any]:
     require_regular(path)
     try:
         document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(f"Expected JSON written by posthoc, found something else in {path} ({error}).") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise FileError(f"Expected {MANIFEST} written by posthoc, found one of another origin: {path}.")
@@ -120,10 +119,10 @@ def open_folder(folder: Path) -> Outputs:
     """Maps a finished folder; nothing but the headers is read."""
     manifest = Manifest.read(folder)
     if not manifest.complete:
-        found = f"one with {manifest.rows} rows so far: {folder}. Run the collection again: it goes on from there."
-        raise FileError(f"Expected a finished folder of outputs, found {found}")
-    if not manifest.rows:
-        raise FileError(f"Expected at least one row in {folder}, found none. {DAMAGED}")
+        advice = "Run the collection again: it goes on from there."
+        raise FileError(f"Expected a finished folder, found {manifest.rows} rows so far in {folder}. {advice}")
+    if not manifest.rows or "outputs" not in manifest.arrays:
+        raise FileError(f"Expected at least one row of outputs in {folder}, found none. {DAMAGED}")
     return Outputs.trusted(
         **{name: mapped(folder / f"{name}.npy", row, manifest.rows) for name, row in manifest.arrays.items()}
     )
@@ -135,18 +134,15 @@ def mapped(path: Path, row: np.dtype[Any], rows: int) -> Tensor:
         raise FileError(f"Expected {path}, found no such file. {DAMAGED}")
     require_regular(path)
     with path.open("rb") as file:
-        require_header(file, path, row, rows)
-        start, size = file.tell(), os.fstat(file.fileno()).st_size
-        if size != file_size(row, rows):
-            raise FileError(f"Expected {file_size(row, rows)} bytes in {path}, found {size}. {DAMAGED}")
-        return torch.from_numpy(np.frombuffer(copy_on_write(file), row, offset=start))
+        require_array(file, path, row, rows, complete=True)
+        return torch.from_numpy(np.frombuffer(copy_on_write(file), row, offset=file.tell()))
 
 
 def copy_on_write(file: BinaryIO) -> mmap.mmap:
-    if sys.platform == "win32":
+    if sys.platform != "linux":
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     # Without this flag, which later versions of Python have a name for, Linux refuses files larger than the memory.
-    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
     return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | no_reserve, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
@@ -174,17 +170,14 @@ class OutputsWriter:
     def __init__(self, folder: str | os.PathLike[str], *, identity: Mapping[str, Any], force: bool = False) -> None:
         self.folder = Path(folder)
         self._files: dict[str, BinaryIO] = {}
-        try:  # as it is when it is read back
-            identity = json.loads(json.dumps(dict(identity), sort_keys=True))
-        except (TypeError, ValueError) as error:
-            raise OptionError(f"Expected identity to be a mapping that JSON can hold ({error}).") from error
+        wanted = json.loads(json.dumps(dict(identity), sort_keys=True))  # as it is when it is read back
         with ExitStack() as stack, writing(self.folder, "Make it writable, or choose another folder."):
             if self.folder.is_dir():
                 require_ours(self.folder)
             else:
                 require_writable(self.folder).mkdir(exist_ok=True)
             stack.enter_context(lock(self.folder / LOCK))
-            self._manifest = begin(self.folder, dict(identity), force=force)
+            self._manifest = begin(self.folder, wanted, force=force)
             self._rows, self._types = self._manifest.rows, self._manifest.arrays
             self._open_files(stack)
             self._stack = stack.pop_all()
@@ -226,32 +219,25 @@ class OutputsWriter:
             for name, file in self._files.items():
                 write_at(file, 0, header(self._types[name], self._rows))
             self._commit(complete=True)
-        self._close()
+        self._open = False
+        self._stack.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not self._open:
-            return
-        try:
-            with self._writing():
+        if self._open:
+            self._open = False
+            first_error = suppress(FileError) if error is not None else nullcontext()
+            with self._stack, first_error, self._writing():
                 self._commit()
-        except FileError:
-            if error is None:  # otherwise the first error is the one to raise
-                raise
-        finally:
-            self._close()
 
     def _open_files(self, stack: ExitStack) -> None:
         for name, row in self._types.items():
             path = self.folder / f"{name}.npy"
             file = self._files[name] = stack.enter_context(path.open("r+b" if self._rows else "w+b", buffering=0))
             if self._rows:
-                require_header(file, path, row, 0, self._rows)
-                size, end = os.fstat(file.fileno()).st_size, file_size(row, self._rows)
-                if size < end:
-                    raise FileError(f"Expected {end} bytes or more in {path}, found {size}. {DAMAGED}")
+                require_array(file, path, row, self._rows, complete=False)
             write_at(file, 0, header(row, 0))
 
     def _commit(self, *, complete: bool = False) -> None:
@@ -267,15 +253,11 @@ class OutputsWriter:
 
     def _require_open(self) -> None:
         if not self._open:
-            raise FileError(f"Expected a folder open for writing, found that {self.folder} was finished or left.")
+            raise FileError(f"Expected a folder open for writing, but {self.folder} was finished or left.")
 
     def _writing(self) -> AbstractContextManager[None]:
         safe = self._manifest.rows
         return writing(self.folder, f"Its first {safe} rows are safe: make room for more, then run again to go on.")
-
-    def _close(self) -> None:
-        self._open = False
-        self._stack.close()
 
 
 def write_at(file: BinaryIO, position: int, data: bytes | memoryview) -> None:
@@ -298,8 +280,9 @@ def require_ours(folder: Path) -> None:
     if (folder / MANIFEST).exists():
         read_document(folder)
     elif others := [n for n in sorted(os.listdir(folder)) if n != LOCK and not n.startswith(f".{MANIFEST}.")]:
-        found = f"{folder} with {', '.join(others[:5])} in it"
-        raise FileError(f"Expected a new or empty folder, or one of outputs, found {found}: choose another.")
+        raise FileError(
+            f"Expected a new or empty folder, or one of outputs, found {folder} with {listed(others, 5)} in it."
+        )
 
 
 def begin(folder: Path, identity: dict[str, Any], *, force: bool) -> Manifest:
@@ -310,10 +293,8 @@ def begin(folder: Path, identity: dict[str, Any], *, force: bool) -> Manifest:
         manifest.write(folder)
     require_same(folder, manifest.identity, identity)
     if manifest.complete:
-        advice = "Open it with open_outputs; to make it again, use --force (force=True)."
-        raise FileError(
-            f"Expected a folder to go on with, found a complete one of {manifest.rows} rows: {folder}. {advice}"
-        )
+        advice = "Open it with open_outputs, or start over with --force (force=True)."
+        raise FileError(f"Expected a folder to go on with, found {manifest.rows} rows complete in {folder}. {advice}")
     for name in set(NAMES) - manifest.arrays.keys():
         (folder / f"{name}.npy").unlink(missing_ok=True)  # not truncated: the file may be mapped
     return manifest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import islice
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from posthoc.errors import DataError
-from posthoc.validation import require_finite
 
 Array = np.ndarray[Any, Any]
 
@@ -42,29 +40,11 @@ def read_batch(batch: Any) -> Batch:
     if isinstance(batch, tuple | list):
         if not batch:
             raise DataError("Expected batches (x, y), mappings or tensors, got an empty sequence.")
-        *args, target = batch if len(batch) > 1 else [batch[0], None]
+        *args, target = batch if len(batch) > 1 else [*batch, None]
         if len(args) == 1 and isinstance(args[0], Mapping):  # (mapping, y)
             return Batch((), dict(args[0]), target)
         return Batch(tuple(args), {}, target)
     return Batch((batch,), {}, None)
-
-
-def read_batches(raw_batches: Iterable[Any], device: torch.device | None, dtype: torch.dtype | None) -> Iterator[Batch]:
-    """Takes batches apart, with their inputs as tensors on a device, by default where they are.
-
-    Raises:
-        DataError: If an input is not finite.
-    """
-    rows = 0
-    for raw in raw_batches:
-        batch = read_batch(raw)
-        home = device or next((tensor.device for tensor in tensors_of(batch)), torch.device("cpu"))
-        batch = Batch(move(batch.args, home, dtype), move(batch.kwargs, home, dtype), batch.target)
-        tensors = tensors_of(batch)
-        for tensor in tensors:
-            refuse_infinite(tensor, "inputs", rows)
-        rows += len(tensors[0]) if tensors and tensors[0].ndim else 0
-        yield batch
 
 
 # Batches.
@@ -90,13 +70,12 @@ def iterate(data: Any, batch_size: int) -> Iterator[Any]:
         # With a generator of its own: a DataLoader without one draws a seed from the global generator.
         yield from DataLoader(data, batch_size=batch_size, collate_fn=collate, generator=torch.Generator())
     elif is_list(data) and len(data) and is_numbers(data):
-        advice = "give an array, as np.asarray(data, dtype=np.float32) makes it"
+        advice = "give np.asarray(data, dtype=np.float32)"
         raise DataError(f"Expected arrays or batches, got a list of numbers, which could be either: {advice}.")
     elif isinstance(data, Iterable):
         yield from stream(data, batch_size)
     else:
-        known = "a DataLoader, a pair of arrays (x, y), a mapping of arrays or posthoc.Outputs"
-        raise DataError(f"Expected {known}, got {type(data).__name__}.")
+        raise DataError(f"Expected a DataLoader, a pair of arrays (x, y) or Outputs, got {type(data).__name__}.")
 
 
 def is_dataset(data: Any) -> bool:
@@ -137,12 +116,11 @@ def shapes(values: list[Any]) -> list[tuple[int, ...]]:
 def collate(rows: list[Any]) -> Any:
     """Stacks rows to a batch. Lists of numbers become NumPy arrays, whose real numbers are cast for the network."""
     try:
-        if isinstance(first := rows[0], tuple | list):
-            columns = [collate_column(list(values)) for values in zip(*rows, strict=True)]
-            return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
+        if isinstance(rows[0], tuple | list):
+            return tuple(collate_column(list(values)) for values in zip(*rows, strict=True))
         return collate_column(rows)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        advice = "put the data into a DataLoader with a collate_fn that makes batches of them"
+        advice = "use a DataLoader with a collate_fn"
         raise DataError(f"Expected rows of numbers that can be stacked, got others ({error}): {advice}.") from error
 
 
@@ -203,12 +181,6 @@ def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
     return change_tensors(value, to_device)
 
 
-def refuse_infinite(values: Tensor, name: str, first_row: int = 0) -> None:
-    """Refuses NaN and infinity: `require_finite`, in a third of the time where all values are finite."""
-    if values.is_floating_point() and not math.isfinite(values.sum()):
-        require_finite(values, name, first_row=first_row)
-
-
 # Arrays that belong together, one row a point: an array, (x, y), a mapping, (mapping, y).
 
 
@@ -231,7 +203,7 @@ def arrays(data: Any) -> Any:
     if isinstance(data, list):
         return data if unfit else list(map(as_array, data))
     if unfit:
-        found = f"a {unfit[0]} beside an array: convert it, or give batches, as a list or a DataLoader"
+        found = f"a {unfit[0]} beside an array: convert it, or give batches"
         raise DataError(f"Expected a pair (x, y) of arrays, tables or lists of numbers, got {found}.")
     return tuple(map(as_array, data))
 
@@ -296,17 +268,11 @@ def as_tensor(value: Any, *, copy: bool = True) -> Tensor:
     if array.dtype.kind not in "fiub":
         raise DataError(f"Expected numbers, got an array of {array.dtype}.")
     if array.dtype.kind == "u":
-        array = signed(array)
-    dtype = np.dtype(np.float64) if array.dtype.itemsize > 8 else array.dtype.newbyteorder("=")
-    array = np.ascontiguousarray(array, dtype)
+        if array.size and array.max() > np.iinfo(np.int64).max:
+            raise DataError(f"Expected whole numbers below 2^63, got {array.max()}: convert them to real numbers.")
+        array = array.astype(np.int64)
+    array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
     return torch.from_numpy(array.copy() if copy or not array.flags.writeable else array)
-
-
-def signed(array: Array) -> Array:
-    """Unsigned integers as int64, if they fit."""
-    if array.dtype.itemsize == 8 and array.size and array.max() > np.iinfo(np.int64).max:
-        raise DataError(f"Expected whole numbers below 2^63, got {array.max()}: convert them to real numbers.")
-    return array.astype(np.int64)
 
 
 def tensor_of(array: Array, name: str) -> Tensor:
@@ -324,8 +290,7 @@ def array_of(tensor: Tensor, name: str) -> Array:
         raise DataError(f"Expected real numbers as {name}, got {tensor.dtype}.")
     if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64):
         tensor = tensor.float()
-    array: Array = tensor.contiguous().numpy()
-    return signed(array) if array.dtype.kind == "u" else array
+    return tensor.contiguous().numpy()
 
 
 def listed(names: Collection[str], most: int = 40) -> str:
@@ -336,7 +301,7 @@ def listed(names: Collection[str], most: int = 40) -> str:
 
 def row_count(data: Any) -> int:
     """The number of rows of arrays that belong together."""
-    lengths = {length for value in leaves(data) if is_array(value) for length in value.shape[:1]}
+    lengths = {len(value) for value in leaves(data) if is_array(value) and value.ndim}
     if len(lengths) != 1:
         raise DataError(f"Expected arrays with as many rows each, got {sorted(lengths) or 'none'}.")
     return lengths.pop()

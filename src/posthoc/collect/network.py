@@ -26,12 +26,12 @@ from posthoc.collect.loaders import (
     iterate,
     listed,
     move,
-    read_batches,
-    refuse_infinite,
+    read_batch,
     tensors_of,
 )
 from posthoc.collect.outputs import Outputs, join
 from posthoc.errors import DataError, LayerError, PosthocError
+from posthoc.validation import require_finite
 
 # Eval mode, and back.
 
@@ -43,9 +43,9 @@ CHECKED: WeakSet[nn.Module] = WeakSet()
 """The networks whose weights had the same values before and after a whole pass."""
 
 CHANGED = (
-    "Expected a network that stays as it is while posthoc runs it, found {}. If another thread trains it, predict with "
-    "a copy (copy.deepcopy(model)). If its eval() changes weights, call model.eval() before you hand it over. If it "
-    "writes to its weights when it is run, run it yourself and give posthoc.Outputs. The weights are not restored."
+    "Expected a network that stays as it is while posthoc runs it, found {} (not restored). If another thread trains "
+    "it, predict with copy.deepcopy(model). If its eval() changes weights, call model.eval() first. If its forward "
+    "pass does, run it yourself and give posthoc.Outputs."
 )
 
 
@@ -161,10 +161,8 @@ def refuse_other_threads(module: nn.Module, args: Any) -> None:
     """A hook on networks that `evaluating` took out of training mode; in a copy of the network it does nothing."""
     state = RUNNING.get(module)
     if state is not None and threading.get_ident() not in state.threads:
-        raise PosthocError(
-            "Expected a network in training mode, found that another thread predicts with it and has it in eval mode. "
-            "Predict with a copy (copy.deepcopy(model)), or train and predict one after the other."
-        )
+        advice = "Predict with copy.deepcopy(model), or train and predict in turn."
+        raise PosthocError(f"The network is in eval mode, since another thread predicts with it. {advice}")
 
 
 def version(tensor: Tensor) -> int:
@@ -207,10 +205,8 @@ def read_outputs(result: Any) -> Tensor:
     elif not is_array(result):
         result = getattr(result, "logits", result)
     if not is_array(result):
-        raise DataError(
-            f"Expected the model to return a tensor (or an object with .logits), got {type(result).__name__}. "
-            "Wrap it in an nn.Module whose forward returns the tensor (so that eval mode still reaches your model)."
-        )
+        found = f"{type(result).__name__}. Wrap it in an nn.Module whose forward returns the tensor."
+        raise DataError(f"Expected the model to return a tensor (or an object with .logits), got {found}")
     outputs = as_tensor(result)
     if not outputs.is_floating_point():
         raise DataError(f"Expected real-valued outputs (logits or regression values), got {outputs.dtype}.")
@@ -250,11 +246,10 @@ class Backbone:
     def __init__(self, model: nn.Module | Callable[..., Any], layer: str | None, device: torch.device | None) -> None:
         if not callable(model):
             raise DataError(f"Expected a model that can be called (or None), got {type(model).__name__}.")
-        self.model = model
+        self.model, self._device = model, device
         self.module = model if isinstance(model, nn.Module) else None
-        self._device = device
         if layer is not None and self.module is None:
-            found = f"{type(model).__name__}. Leave layer out, or give precomputed features in posthoc.Outputs."
+            found = f"{type(model).__name__}. Leave layer out."
             raise LayerError(f"Expected an nn.Module to take layer {layer!r} from, got {found}")
         layers = self._layers()
         if layer is not None and layer not in layers:
@@ -283,12 +278,17 @@ class Backbone:
         return {name: part for name, part in self.module.named_modules() if name} if self.module is not None else {}
 
     def batches(self, raw_batches: Iterable[Any]) -> Iterator[Batch]:
-        """The batches of a loader, with their inputs as tensors where the network is.
-
-        Raises:
-            DataError: If an input is not finite.
-        """
-        return read_batches(raw_batches, self.device, self.dtype)
+        """The batches of a loader, with their inputs as tensors where the network is; NaN and infinity are refused."""
+        device, dtype, rows = self.device, self.dtype, 0
+        for raw in raw_batches:
+            batch = read_batch(raw)
+            home = device or next((tensor.device for tensor in tensors_of(batch)), torch.device("cpu"))
+            batch = Batch(move(batch.args, home, dtype), move(batch.kwargs, home, dtype), batch.target)
+            tensors = tensors_of(batch)
+            for tensor in tensors:
+                require_finite(tensor, "inputs", first_row=rows)
+            rows += len(tensors[0]) if tensors and tensors[0].ndim else 0
+            yield batch
 
     @contextmanager
     def reading(self, *, features: bool, inputs: bool, targets: bool = True, width: Width = None) -> Iterator[Reader]:
@@ -309,11 +309,10 @@ class Backbone:
     def listen(self, capture: Callable[[Any], None]) -> Any:
         """Registers a hook on the feature layer, which hands its values over; returns the handle."""
         layer = self._layers()[str(self.layer)]
-        if self.takes_input:
-            return layer.register_forward_pre_hook(
-                lambda _, args, kwargs: capture(args or tuple(kwargs.values())), with_kwargs=True
-            )
-        return layer.register_forward_hook(lambda _, args, output: capture(output))
+        if not self.takes_input:
+            return layer.register_forward_hook(lambda _, args, output: capture(output))
+        given = lambda _, args, kwargs: capture(args or tuple(kwargs.values()))  # noqa: E731
+        return layer.register_forward_pre_hook(given, with_kwargs=True)
 
     def features_of(self, batch: Batch, captured: Tensor | None, rows: int) -> Tensor:  # (rows, D)
         """The features of a batch from what the layer's hook captured."""
@@ -321,9 +320,8 @@ class Backbone:
             advice = f"Name one that is, with layer=...; the layers are: {listed(self._layers())}."
             raise LayerError(f"Layer {self.layer!r} was not used when the model ran. {advice}")
         if captured.ndim < 2 or len(captured) != rows:
-            advice = "name one with a row a point, with layer=... (a single point is a batch of one, x[None])"
-            found = f"layer {self.layer!r}, got {tuple(captured.shape)}"
-            raise LayerError(f"Expected features of shape ({rows}, ...) from {found}: {advice}.")
+            found = f"{tuple(captured.shape)}: name another, layer=... (a single point is a batch of one, x[None])"
+            raise LayerError(f"Expected features of shape ({rows}, ...) from layer {self.layer!r}, got {found}.")
         return captured.flatten(1)
 
 
@@ -351,13 +349,13 @@ class Reader:
         features = None
         with exclusive(self.backbone.module):
             outputs = in_rows(self._run(batch), batch, self.width)
-            refuse_infinite(outputs, "outputs", self.rows)
+            require_finite(outputs, "outputs", first_row=self.rows)
             if self.features and len(outputs):
                 features = self.backbone.features_of(batch, self.captured, len(outputs)).detach()
-                refuse_infinite(features, "features", self.rows)
+                require_finite(features, "features", first_row=self.rows)
         inputs = read_inputs(tensors_of(batch), len(outputs)) if self.inputs else None
-        wanted = self.targets and batch.target is not None
-        targets = as_tensor(move(batch.target, outputs.device)) if wanted else None
+        target = batch.target if self.targets else None
+        targets = as_tensor(move(target, outputs.device)) if target is not None else None
         self.rows += len(outputs)
         if self.width is None and len(outputs) > 1:
             self.width = tuple(outputs.shape[1:])
@@ -367,11 +365,7 @@ class Reader:
         """What the model returns for a batch. The inputs, which may be the user's own, stay as they are."""
         tensors = tensors_of(batch)
         before = [(tensor, version(tensor), tensor.detach().clone()) for tensor in tensors]
-        # In the same memory, so that the outputs are the same to the bit.
-        args, kwargs = change_tensors(
-            (batch.args, batch.kwargs),
-            lambda v: v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v,
-        )
+        args, kwargs = change_tensors((batch.args, batch.kwargs), in_same_memory)
         self.thread, self.captured = threading.get_ident(), None
         try:
             # A copy, since a predictor may return the same buffer every time, or what it was given.
@@ -379,9 +373,9 @@ class Reader:
         except PosthocError:
             raise
         except Exception as error:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
-            advice = f" of shape {shapes}; a single point must be a batch of one, x[None]" if shapes else ""
-            error.add_note(f"posthoc: raised by your model, called on one batch of the data{advice}.")
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            advice = "a single point must be a batch of one, x[None]"
+            error.add_note(f"posthoc: raised by your model, called on one batch of shape {shapes}; {advice}.")
             raise
         finally:
             self.thread = None
@@ -400,10 +394,14 @@ class Reader:
         self.captured = value.clone()  # a later layer may work on it in place
 
 
+def in_same_memory(value: Any) -> Any:
+    """A tensor that the model may change in shape and flags; in other memory its outputs may differ in the last bit."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
 def read_inputs(tensors: list[Tensor], rows: int) -> Tensor:  # (rows, D)
     """A copy of the inputs as one row of coordinates a point, for kernels on the inputs."""
     if len(tensors) != 1 or tensors[0].shape[:1] != (rows,):
         found = f"{len(tensors)} tensors of shapes {[tuple(tensor.shape) for tensor in tensors]}"
-        advice = 'use a kernel on="features" or on="outputs"'
-        raise DataError(f"Expected one tensor of inputs, a row a point, for a kernel on them, got {found}: {advice}.")
+        raise DataError(f'Expected one tensor of inputs, a row a point, got {found}: use a kernel on="features".')
     return tensors[0].detach().reshape(rows, -1).clone()

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posthoc.collect.loaders import as_tensor, listed, refuse_infinite
+from posthoc.collect.loaders import as_tensor, listed
 from posthoc.errors import DataError
-from posthoc.validation import as_rows
+from posthoc.validation import as_rows, require_finite
 
 NAMES = ("outputs", "targets", "features", "inputs")
 """The parts of `Outputs`."""
@@ -50,7 +50,7 @@ class Outputs:
                 raise DataError(f"Expected {name} with one row a point, got a single number.")
             if len(tensor) and not tensor.numel():
                 raise DataError(f"Expected at least one column of {name}, got shape {tuple(tensor.shape)}.")
-            refuse_infinite(tensor, name)
+            require_finite(tensor, name)
             if name in ("features", "inputs"):
                 tensor = in_columns(tensor)
             object.__setattr__(self, name, tensor if name == "outputs" else tensor.to(self.outputs.device))
@@ -76,7 +76,7 @@ class Outputs:
         """Refuses NaN and infinity, block by block: the values of a mapped folder may have changed on the disk."""
         for start in range(0, len(self), ROWS_CHECKED):
             for name, part in self.parts().items():
-                refuse_infinite(part[start : start + ROWS_CHECKED], name, start)
+                require_finite(part[start : start + ROWS_CHECKED], name, first_row=start)
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -176,8 +176,7 @@ def stack(parts: list[Tensor | None], name: str) -> Tensor | None:
         raise DataError(f"Expected {name} in every batch, got them in {len(present)} of {len(parts)}.")
     if any(part.ndim < 1 for part in present):
         raise DataError(f"Expected {name} in batches, got single numbers: put the data into a DataLoader, or stack it.")
-    widths = {tuple(part.shape[1:]) for part in present}
-    if len(widths) > 1:
+    if len(widths := {tuple(part.shape[1:]) for part in present}) > 1:
         raise DataError(f"Expected {name} of one width, got batches of widths {sorted(widths)}.")
     return torch.cat(present) if present else None
 

@@ -31,11 +31,9 @@ def choose(path: Path, names: list[str], columns: Columns | None) -> dict[str, l
     if unknown := columns.keys() - set(NAMES):
         raise OptionError(f"Expected columns for {', '.join(NAMES)}, got some for {', '.join(sorted(unknown))}.")
     if "outputs" not in columns:
-        advice = 'Say which, as in --outputs p_cat,p_dog --targets label, or columns={"outputs": "p_*", ...}.'
-        raise OptionError(
-            f"Expected columns for outputs, or named outputs_0, outputs_1, …, in {path}, got none. "
-            f"The columns are: {listed(names)}. {advice}"
-        )
+        advice = 'Say which: --outputs p_cat,p_dog --targets label, or columns={"outputs": "p_*", ...}.'
+        present = f"got none. The columns are: {listed(names)}. {advice}"
+        raise OptionError(f"Expected columns for outputs, or named outputs_0, outputs_1, …, in {path}, {present}")
     chosen: dict[str, list[str]] = {}
     for array, asked in columns.items():
         chosen[array] = []
@@ -54,10 +52,10 @@ def choose(path: Path, names: list[str], columns: Columns | None) -> dict[str, l
 
 def in_order(names: list[str]) -> list[str]:
     """Columns that are numbered (logit_0, logit_1, …) by their numbers, others as they stand in the file."""
-    matches = [re.fullmatch(r"(.*?)(\d+)", name) for name in names]
-    numbers = {match[0]: int(match[2]) for match in matches if match}
-    prefixes = {match[1] if match else None for match in matches}
-    return sorted(names, key=lambda name: numbers[name]) if len(prefixes) == 1 and None not in prefixes else names
+    matches = [match for name in names if (match := re.fullmatch(r"(.*?)(\d+)", name))]
+    if len(matches) < len(names) or len({match[1] for match in matches}) > 1:
+        return names
+    return [match[0] for match in sorted(matches, key=lambda match: int(match[2]))]
 
 
 def assemble(chosen: Mapping[str, list[str]], columns: Columns | None, values: Mapping[str, Array]) -> dict[str, Any]:
@@ -115,8 +113,7 @@ def read_numbers(path: Path, lines: Iterator[list[str]], names: list[str], wante
     places = [names.index(name) for name in wanted]
     for row, line in enumerate(lines):
         if len(line) != len(names):
-            found = f"{len(line)} in row {row}"
-            raise FileError(f"Expected {len(names)} values in every line of {path}, found {found}: save it again.")
+            raise FileError(f"Expected {len(names)} values in every line of {path}, found {len(line)} in row {row}.")
         for place in places:
             if not is_number(text := line[place]):
                 found = f"{text!r:.60} in row {row}: {TEXT_ADVICE if text.strip() else 'remove the rows without one'}"
@@ -165,8 +162,7 @@ def values_of(column: Any, name: str) -> Array:
         width += lengths
         column = pa.compute.list_flatten(column)
     if column.null_count:
-        found = f"none {column.null_count} times: remove those rows"
-        raise DataError(f"Expected a number in every row of column {name!r}, got {found}.")
+        raise DataError(f"Expected a number in every row of column {name!r}, got {column.null_count} nulls: drop them.")
     if types.is_decimal(column.type):
         column = column.cast(pa.float64())
     if types.is_string(column.type) or types.is_large_string(column.type):
@@ -178,9 +174,10 @@ def values_of(column: Any, name: str) -> Array:
 
 def write_parquet(path: Path, arrays: Mapping[str, Array]) -> None:
     """One column an array, of numbers or of lists of fixed size."""
-    parquet, columns = require("pyarrow.parquet", "tables", "Writing Parquet"), {}
+    parquet = require("pyarrow.parquet", "tables", "Writing Parquet")
     import pyarrow as pa
 
+    columns = {}
     for name, array in arrays.items():
         column = pa.array(array.reshape(-1))
         for size in reversed(array.shape[1:]):
