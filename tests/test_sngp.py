@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc.errors import FileError, LayerError
-from posthoc.io import read_head, write_head
+from posthoc.errors import LayerError
+from posthoc.io import read_head
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.sngp import (
@@ -182,18 +182,13 @@ def test_monte_carlo_converges_to_the_analytic_predictive(task):
         torch.testing.assert_close(drawn.log_prob(y), exact.log_prob(y), rtol=0, atol=0.2)
 
 
-def test_nothing_is_read_from_memory_that_was_not_written_to():
-    torch.use_deterministic_algorithms(True)  # which fills such memory with NaN
-    try:
-        method = SNGP(mlp(1), "classification", **QUICK).fit((inputs(), labels(classes=2)))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert bool(method.predict(inputs()).probs.isfinite().all())
-
-
 def test_a_single_logit_stands_for_two_classes():
     x, y = inputs(), labels(classes=2)
-    pred = SNGP(mlp(1), "classification", **QUICK).fit((x, y)).predict(x)
+    torch.use_deterministic_algorithms(True)  # which fills memory that was not written to with NaN
+    try:
+        pred = SNGP(mlp(1), "classification", **QUICK).fit((x, y)).predict(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert (pred.latent.mean[:, 0] == 0).all()
     assert (pred.latent.variance[:, 0] == 0).all()
     expected = (pred.latent.mean[:, 1] / (1 + math.pi / 8 * pred.latent.variance[:, 1]).sqrt()).sigmoid()
@@ -236,10 +231,5 @@ def test_the_file_holds_the_whole_copy(tmp_path):
     method.save(tmp_path / "head")
     again = SNGP.load(tmp_path / "head", model=network)
     assert same(answers(again.predict(x)), answers(method.predict(x)))
-    assert again.digest() == method.digest()
-    tensors, config = read_head(tmp_path / "head")
+    tensors, _ = read_head(tmp_path / "head")
     assert {"network.body.0.weight", "network.body.1.running_mean", "network.last.0.frequency"} <= tensors.keys()
-    tensors["network.body.0.weight"] = torch.zeros(2, 2)
-    write_head(tmp_path / "other", tensors, config)
-    with pytest.raises(FileError, match=r"network\.body\.0\.weight"):
-        SNGP.load(tmp_path / "other", model=network)
