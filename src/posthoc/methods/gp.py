@@ -115,9 +115,12 @@ class GP(Method):
 
         on, typical = self.config.on, train.spread(TYPICAL_ROWS).to(device)
         coordinates = Coordinates.of(typical, RBF(on=on), standardize=True)
-        assert typical.targets is not None
-        center = columns(typical.targets).mean(0) if self.config.mean == "zero" else None
-        residual = with_prior(train.only(on), center)
+        residual, center = train.only(on), None
+        if self.config.mean == "zero":
+            assert typical.targets is not None
+            center = columns(typical.targets).mean(0)
+            means = center.to(train.outputs.device).expand(len(train), -1)
+            residual = residual.with_outputs(means.reshape(train.outputs.shape))
         likelihood = self._start_likelihood(residual, device)
         view, outputs = PointView(residual, coordinates), train.outputs[0].numel()
         process: Process
@@ -152,27 +155,25 @@ class FittedGP(Fitted):
     coordinates: Coordinates
     center: Tensor | None
 
-    def __init__(
-        self, process: Process, coordinates: Coordinates, likelihood: Likelihood, center: Tensor | None
-    ) -> None:
-        shapes = {"kind": process.kind, "shape": list(process.shape)}
-        super().__init__(likelihood, shapes, process=process, coordinates=coordinates, center=center)
-        self.posterior: Posterior | None = None
+    posterior: Posterior | None = None  # computed once: that of an exact process takes as long as a step of the fit
 
-    @property
-    def reads(self) -> list[str]:  # type: ignore[override]
-        return self.coordinates.spaces
+    def __init__(self, process: Process, units: Coordinates, likelihood: Likelihood, center: Tensor | None) -> None:
+        shapes = {"kind": process.kind, "shape": list(process.shape)}
+        super().__init__(likelihood, shapes, process=process, coordinates=units, center=center)
+        self.reads = units.spaces
 
     def rows_at_once(self, outputs: int, *, dense: bool) -> int:
         return rows_that_fit(self.process.shape[0] * outputs)
 
     def predictive(self, outputs: Outputs, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows, in the user's units."""
-        if self.posterior is None:  # computed once: that of an exact process takes as long as a step of the fit
+        if self.posterior is None:
             self.posterior = self.process.posterior(self.likelihood)
-        mean, variance = self.posterior(self.coordinates.points(outputs)[self.coordinates.spaces[0]])
-        prior, dtype = with_prior(outputs, self.center).outputs, working_dtype(outputs.outputs)
-        moved = (columns(prior) + self.likelihood.scale * mean).to(dtype).reshape(outputs.outputs.shape)
+        (points,) = self.coordinates.points(outputs).values()
+        mean, variance = self.posterior(points)
+        prior = columns(outputs.outputs) if self.center is None else self.center
+        moved = (prior + self.likelihood.scale * mean).to(working_dtype(outputs.outputs))
+        moved = moved.reshape(outputs.outputs.shape)
         return self.likelihood.predictive(moved, IndependentLatent(variance), covariance=covariance)
 
     def validation_score(self, val: Outputs) -> Callable[[], float]:
@@ -186,11 +187,3 @@ class FittedGP(Fitted):
             return -total / len(val)
 
         return score
-
-
-def with_prior(outputs: Outputs, center: Tensor | None) -> Outputs:
-    """The outputs, replaced by the mean of the prior where that is not the network's."""
-    if center is None:
-        return outputs
-    rows = center.to(outputs.outputs.device).expand(len(outputs), -1)
-    return outputs.with_outputs(rows.reshape(outputs.outputs.shape))

@@ -89,10 +89,8 @@ class Sparse(ApproximateGP):  # type: ignore[misc]
         try:
             latent = self(x)
         except (NanError, NotPSDError) as error:
-            raise TrainingError(
-                f"Expected a covariance that can be factorized, got one that cannot ({str(error).splitlines()[0]}). "
-                "Lower the learning rate, use fewer inducing points, or check the data for extreme values."
-            ) from error
+            advice = "lower the learning rate, use fewer inducing points, or check the data for extreme values"
+            raise TrainingError(f"The covariance has no Cholesky factor: {advice}.") from error
         return latent.mean.mT, latent.variance.mT
 
     def loss(self, x: Tensor, y: Tensor, likelihood: Gaussian, num_data: int) -> Tensor:  # ()

@@ -126,15 +126,6 @@ class Base(NamedTuple):
             logits = z * (1.0 + departure[:, 0]) + self.size * departure[:, 1]
             yield nn.functional.cross_entropy(logits, y, reduction="sum")
 
-    def curvature(self, rows: Outputs) -> Tensor:  # (C, 2, 2)
-        """The second derivatives of the loss within each class, at no departure."""
-        curvature = torch.zeros(rows.outputs.shape[1], 2, 2, dtype=torch.float64, device=rows.outputs.device)
-        for z, _ in self.blocks(rows):
-            p = z.softmax(-1)
-            slopes = torch.stack([z, torch.full_like(z, self.size)], -1)  # (N, C, 2)
-            curvature += torch.einsum("nc,nci,ncj->cij", p * (1.0 - p), slopes, slopes)
-        return curvature
-
     def fit(self, rows: Outputs, ridge: float, tolerance: float) -> Tensor:  # (C, 2)
         """The departure that minimizes the loss with its penalty; there is one, since both are convex."""
         classes, device = rows.outputs.shape[1], rows.outputs.device
@@ -142,8 +133,11 @@ class Base(NamedTuple):
         if math.isinf(ridge):
             return whitened.detach().squeeze(-1)
         # Coordinates in which each class has unit curvature: L-BFGS needs tens of steps there and hundreds elsewhere.
-        identity = torch.eye(2, dtype=torch.float64, device=device)
-        factor = torch.linalg.cholesky(self.curvature(rows) + ridge * identity)
+        curvature = ridge * torch.eye(2, dtype=torch.float64, device=device).repeat(classes, 1, 1)
+        for z, _ in self.blocks(rows):
+            p, slopes = z.softmax(-1), torch.stack([z, torch.full_like(z, self.size)], -1)  # (N, C), (N, C, 2)
+            curvature += torch.einsum("nc,nci,ncj->cij", p * (1.0 - p), slopes, slopes)
+        factor = torch.linalg.cholesky(curvature)
         optimizer = torch.optim.LBFGS(
             [whitened], 1.0, MAX_STEPS, tolerance_grad=tolerance, tolerance_change=1e-14, line_search_fn="strong_wolfe"
         )
@@ -165,14 +159,13 @@ class Base(NamedTuple):
 def best_ridge(base: Base, job: Job, seed: int) -> float:
     """The ridge whose fits predict other rows best: those of `val`, or those left out in cross-validation."""
     splits = list(folds(job.train, seed)) if job.val is None else [(job.train, job.val)]
-    best, least, worse = math.inf, math.inf, 0
+    scores: list[float] = []
     for ridge in RIDGES:
         fits = [(base.fit(train, ridge, SEARCH_TOLERANCE), test) for train, test in splits]
-        score = sum(float(loss) for departure, test in fits for loss in base.losses(test, departure))
-        best, least, worse = (ridge, score, 0) if score < least else (best, least, worse + 1)
-        if worse == PATIENCE:
+        scores.append(sum(float(loss) for departure, test in fits for loss in base.losses(test, departure)))
+        if len(scores) - scores.index(min(scores)) > PATIENCE:
             break
-    return best
+    return RIDGES[scores.index(min(scores))]
 
 
 def folds(rows: Outputs, seed: int) -> Iterator[tuple[Outputs, Outputs]]:

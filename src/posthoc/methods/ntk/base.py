@@ -64,10 +64,7 @@ class NTKMethod(Method):
         super().__init__(model, likelihood, **options)
         if self.config.weights == "all":
             if self.backbone is None or self.backbone.module is None:
-                raise OptionError(
-                    f'{self.name} with weights="all" needs the network itself, an nn.Module, to differentiate. '
-                    'With weights="last" it needs outputs and features alone.'
-                )
+                raise OptionError('weights="all" needs the network itself, an nn.Module; else use weights="last".')
             self.black_box, self._reads_again = False, True
             self.jacobian = Jacobian(self.backbone.module, self._likelihood.task)
 
@@ -87,20 +84,17 @@ class NTKMethod(Method):
             OptionError: They would not fit into memory, with as many features of each point and output.
         """
         assert self.backbone is not None
-        plain, points, outputs = self.backbone, len(job.train), job.train.outputs[0].numel()
+        points, outputs, limit = len(job.train), job.train.outputs[0].numel(), self.config.max_gigabytes
         pairs = self._draw_pairs(points, outputs).sort().values
         needed = ((len(pairs) + outputs) * self.jacobian.row_bytes + 8 * points * outputs * features) / 1e9
-        if needed > self.config.max_gigabytes:
-            raise OptionError(
-                f"Expected gradients and features of {points:,} points to fit into {self.config.max_gigabytes:g} GB, "
-                f"found that they need {needed:.3g} GB. Use a smaller num_inducing, less data, a larger max_gigabytes, "
-                'or weights="last".'
-            )
-        with evaluating(plain.module), exclusive(plain.module):
-            found = gradients(self.jacobian, plain.batches(iterate(job.data, 256)), pairs, outputs)
+        if needed > limit:
+            fits = 'lower num_inducing, raise max_gigabytes, or use weights="last"'
+            raise OptionError(f"Gradients of {points:,} points need {needed:.3g} GB, more than {limit:g} GB: {fits}.")
+        with evaluating(self.jacobian.module), exclusive(self.jacobian.module):
+            rows = gradients(self.jacobian, self.backbone.batches(iterate(job.data, 256)), pairs, outputs)
         owners = pairs % outputs
         order = owners.argsort(stable=True)
-        return found[order.to(found.device)], owners[order]
+        return rows[order.to(rows.device)], owners[order]
 
     def _with_features(self, job: Job, tangents: Tensor) -> Job:
         """The job with the features that these tangents give."""

@@ -38,9 +38,6 @@ STOPS = tuple(0.5**halvings for halvings in range(13))
 WORK = 2**33
 """Numbers computed in a search. Where all validation rows would need more, some of them are used."""
 
-Spectrum = tuple[Tensor, Tensor]
-"""The eigenvalues (K,) and the eigenvectors (K, K) of G, for a noise of one."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ELLAConfig(NTKConfig):
@@ -199,16 +196,10 @@ class FittedELLA(Fitted):
     rows_used: Tensor  # (), that G was summed over
 
     def __init__(self, likelihood: Likelihood, tangents: Tensor, classes: Tensor | None) -> None:
-        zero = torch.zeros((), dtype=torch.float64)
-        super().__init__(
-            likelihood,
-            {"directions": list(tangents.shape)},
-            tangents=tangents,
-            classes=classes,
-            factor=zero.repeat(len(tangents), len(tangents)),
-            prior_precision=zero,
-            rows_used=zero.long(),
-        )
+        k, shapes = len(tangents), {"directions": list(tangents.shape)}
+        numbers = {"prior_precision": torch.zeros((), dtype=torch.float64), "rows_used": torch.zeros(()).long()}
+        factor = torch.zeros(k, k, dtype=torch.float64)
+        super().__init__(likelihood, shapes, tangents=tangents, classes=classes, factor=factor, **numbers)
 
     def rows_at_once(self, outputs: int, *, dense: bool = False) -> int:
         return rows_that_fit(outputs * len(self.factor))
@@ -255,9 +246,12 @@ def leading(j: Tensor, most: int) -> tuple[Tensor, Tensor]:  # (K, P), (K,)
 
 
 def best_on(
-    val: Outputs, fitted: FittedELLA, spectra: Mapping[int, Spectrum], precisions: list[float]
+    val: Outputs, fitted: FittedELLA, spectra: Mapping[int, tuple[Tensor, Tensor]], precisions: list[float]
 ) -> tuple[int, float, float]:
-    """The rows that G is summed over, the prior precision and the noise under which validation rows are likeliest."""
+    """The rows that G is summed over, the prior precision and the noise under which validation rows are likeliest.
+
+    `spectra` are the eigenvalues (K,) and eigenvectors (K, K) of G over each number of rows, for a noise of one.
+    """
     likelihood = fitted.likelihood
     grid = list(product(precisions, NOISES if isinstance(likelihood, Gaussian) else NOISES[:1]))
     work = len(spectra) * len(grid) * val.outputs[0].numel() * len(fitted.factor)

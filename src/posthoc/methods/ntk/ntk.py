@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from posthoc.collect.class_scores import as_logits
 from posthoc.collect.loaders import Batch, copied, row_count, take
@@ -32,10 +32,7 @@ class Jacobian:
     def __init__(self, module: nn.Module, task: str) -> None:
         self.module, self.task = module, task
         if not self.weights:
-            raise OptionError(
-                'weights="all" needs weights that are not frozen, got a network with requires_grad=False throughout: '
-                'call requires_grad_(True) on it, or use weights="last".'
-            )
+            raise OptionError('weights="all" needs weights that are not frozen: call requires_grad_() on some of them.')
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -50,7 +47,7 @@ class Jacobian:
     @property
     def row_bytes(self) -> int:
         """The bytes of the gradients of one output."""
-        return sum(weight.numel() * weight.element_size() for weight in self.weights.values())
+        return sum(weight.nbytes for weight in self.weights.values())
 
     def outputs(self, weights: dict[str, Tensor], batch: Batch) -> Tensor:  # (N, C)
         """The network's outputs on a batch with these weights."""
@@ -62,18 +59,17 @@ class Jacobian:
         """The gradients of combinations (N, R, C) of each row's outputs; with an identity for each row, J(x)."""
         with torch.inference_mode(False):
             batch, weights = copied(batch), self.weights
-            leaves, spec = tree_flatten((batch.args, batch.kwargs))
-            in_rows = [0 if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves]
+            arguments = batch.args, batch.kwargs
+            axes = tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) and leaf.ndim else None, arguments)
+            rows = tree_map(lambda leaf: leaf[:, None] if isinstance(leaf, Tensor) and leaf.ndim else leaf, arguments)
 
-            def one(combination: Tensor, *row: Any) -> Tensor:
-                alone = [leaf if axis is None else leaf[None] for leaf, axis in zip(row, in_rows, strict=True)]
-                args, kwargs = tree_unflatten(alone, spec)
-                back = vjp(lambda w: self.outputs(w, Batch(args, kwargs, None)).squeeze(0), weights)[1]
+            def one(combination: Tensor, row: tuple[Any, Any]) -> Tensor:
+                back = vjp(lambda w: self.outputs(w, Batch(*row, None)).squeeze(0), weights)[1]
                 (gradient,) = vmap(back)(combination)
                 return torch.cat([part.flatten(1) for part in gradient.values()], -1)
 
             try:
-                return vmap(one, (0, *in_rows))(combinations, *leaves)
+                return vmap(one, (0, axes))(combinations, rows)
             except RuntimeError:
                 return torch.stack([self._slowly(*row) for row in zip(pieces(batch, 1), combinations, strict=True)])
 
@@ -81,10 +77,9 @@ class Jacobian:
     def _slowly(self, row: Batch, combinations: Tensor) -> Tensor:  # (R, P)
         """The gradients of one row, by backward passes without `torch.func`."""
         weights = {name: weight.requires_grad_() for name, weight in self.weights.items()}
-        outputs, parameters = self.outputs(weights, row)[0], list(weights.values())
-        gradients = []
+        outputs, gradients = self.outputs(weights, row)[0], []
         for each in combinations.to(outputs):
-            parts = torch.autograd.grad(outputs, parameters, each, retain_graph=True, materialize_grads=True)
+            parts = torch.autograd.grad(outputs, [*weights.values()], each, retain_graph=True, materialize_grads=True)
             gradients.append(torch.cat([part.reshape(-1) for part in parts]))
         return torch.stack(gradients)
 
@@ -95,8 +90,7 @@ class Jacobian:
     def _push(self, batch: Batch, directions: Tensor) -> Tensor:
         with torch.inference_mode(False):
             batch, weights = copied(batch), self.weights
-            sizes = [weight.numel() for weight in weights.values()]
-            split = directions.split(sizes, -1)
+            split = directions.split([weight.numel() for weight in weights.values()], -1)
             tangents = {n: d.reshape(-1, *w.shape).to(w) for (n, w), d in zip(weights.items(), split, strict=True)}
 
             def moved(tangent: dict[str, Tensor]) -> Tensor:
