@@ -19,44 +19,18 @@ from scipy import stats
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc import (
-    FMGP,
-    MAP,
-    DataError,
-    FileError,
-    NotFittedError,
-    OptionError,
-    Outputs,
-    PosthocWarning,
-    WrongTaskError,
-    load,
-)
+from posthoc import FMGP, MAP, Outputs, load
 from posthoc.base import Method
+from posthoc.errors import DataError, FileError, NotFittedError, OptionError, PosthocWarning, WrongTaskError
 from posthoc.evaluate.metrics import coverage, width
 from posthoc.predictive.base import LatentGaussian, Predictive
 from posthoc.predictive.classification import ClassificationPredictive
-from posthoc.predictive.conformal import (
-    APS,
-    LAC,
-    Conformal,
-    ConformalIntervals,
-    ConformalSets,
-    Residual,
-    Score,
-    uniform,
-)
+from posthoc.predictive.conformal import APS, LAC, Conformal, Residual, uniform
 from posthoc.predictive.regression import RegressionPredictive
 from tests.cases import QUICK, in_eval, inputs, labels, mlp, values
 
 DOUBLE = torch.float64
-CLASS_SCORES = [
-    LAC(),
-    LAC(allow_empty=True),
-    APS(),
-    APS(seed=3),
-    APS(seed=3, allow_empty=True),
-    APS(penalty=0.1, free=2),
-]
+CLASS_SCORES = [LAC(), LAC(True), APS(), APS(seed=3), APS(seed=3, allow_empty=True), APS(penalty=0.1, free=2)]
 
 
 def gaussian(mean: Tensor, std: Tensor | float) -> RegressionPredictive:
@@ -69,14 +43,13 @@ def softmax(logits: Tensor) -> ClassificationPredictive:
     return ClassificationPredictive(LatentGaussian(logits, torch.zeros_like(logits)), logits.log_softmax(-1), one)
 
 
-def calibrated(pred: Predictive, y: Tensor, score: str | Score | None = None) -> Conformal:
+def calibrated(pred: Predictive, y: Tensor, score: Any = None) -> Conformal:
     task = "regression" if isinstance(pred, RegressionPredictive) else "classification"
     return Conformal.calibrate(MAP(None, task), [(pred, y)], score, task)
 
 
-def answers(pred: Predictive, y: Tensor, new: Predictive, score: str | Score | None = None) -> Any:
-    kind = ConformalIntervals if isinstance(new, RegressionPredictive) else ConformalSets
-    return kind(new, calibrated(pred, y, score).calibration)
+def answers(pred: Predictive, y: Tensor, new: Predictive, score: Any = None) -> Any:
+    return calibrated(pred, y, score)._around(new)
 
 
 def drawn_values(n: int, seed: int, *, outputs: int = 1) -> tuple[RegressionPredictive, Tensor]:
@@ -87,27 +60,15 @@ def drawn_values(n: int, seed: int, *, outputs: int = 1) -> tuple[RegressionPred
     return gaussian(torch.tensor(mean), torch.tensor(std)), torch.tensor(y)
 
 
-def drawn_classes(n: int, seed: int, *, classes: int = 5, sure: float = 4.0) -> tuple[ClassificationPredictive, Tensor]:
-    """Logits that are `sure` times too sure of themselves."""
+def drawn_classes(n: int, seed: int, *, classes: int = 5) -> tuple[ClassificationPredictive, Tensor]:
+    """Logits that are four times too large."""
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, classes, generator=g, dtype=DOUBLE)
-    y = torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1)
-    return softmax(sure * logits), y
+    return softmax(4.0 * logits), torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1)
 
 
 VALUES, CLASSES = drawn_values(5, 1)[0], drawn_classes(5, 1)[0]
-
-
-def coverage_p_value(covered: list[int], new: int, n: int, level: float) -> float:
-    """The p-value of the number of covered points among `new`: it is Beta-binomial for scores without ties."""
-    rank = math.ceil((n + 1) * level - 1e-9)
-    law = stats.betabinom(new, rank, n + 1 - rank)
-    mean, deviation = law.mean(), law.std() / math.sqrt(len(covered))
-    assert abs(np.mean(covered) - mean) < 4.0 * deviation
-    # Spread evenly within each step of the distribution function, which makes it continuous.
-    g = np.random.default_rng(0)
-    low, high = law.cdf(np.array(covered) - 1), law.cdf(covered)
-    return float(stats.kstest(low + (high - low) * g.uniform(size=len(covered)), "uniform").pvalue)
+INTERVALS, SETS = answers(*drawn_values(20, 0), VALUES), answers(*drawn_classes(20, 0), CLASSES)
 
 
 LAWS = [
@@ -119,12 +80,18 @@ LAWS = [
 
 @pytest.mark.parametrize(("draw", "score", "n", "level"), LAWS)
 def test_answers_cover_by_the_exact_law_though_the_method_is_wrong(draw, score, n, level):
-    covered = []
+    """The number of covered points among 100 is Beta-binomial for scores without ties."""
+    covered = np.zeros(200)
     for seed in range(200):
         new, y = draw(100, seed + 10_000)
         inside = answers(*draw(n, seed), new, score).covers(y, level)
-        covered.append(int(inside.reshape(100, -1)[:, -1].sum()))
-    assert coverage_p_value(covered, 100, n, level) > 1e-3
+        covered[seed] = inside.reshape(100, -1)[:, -1].sum()
+    rank = math.ceil((n + 1) * level - 1e-9)
+    law = stats.betabinom(100, rank, n + 1 - rank)
+    assert abs(covered.mean() - law.mean()) < 4.0 * law.std() / math.sqrt(200)
+    # Spread evenly within each step of the distribution function, which makes it continuous.
+    spread = law.cdf(covered - 1) + law.pmf(covered) * np.random.default_rng(0).uniform(size=200)
+    assert stats.kstest(spread, "uniform").pvalue > 1e-3
 
 
 @example(99, 70)  # 0.07 * 100 is more than 7 in floating point
@@ -175,35 +142,35 @@ def test_sets_are_those_of_a_slow_implementation(score):
             [slow_score(p, c, score, u) <= limit for c in range(7)]
             for p, u in zip(new.probs.tolist(), shares[1], strict=True)
         ]
-        sets = found.sets(level)
-        assert sets.dtype == torch.bool
-        assert sets.tolist() == expected
+        assert found.sets(level).dtype == torch.bool
+        assert found.sets(level).tolist() == expected
         assert found.size(level).tolist() == [sum(row) for row in expected]
         assert found.covers(truth, level).tolist() == [row[c] for row, c in zip(expected, truth.tolist(), strict=True)]
 
 
 @pytest.mark.parametrize("score", ["per_output", "joint"])
 def test_intervals_are_those_of_a_slow_implementation(score):
-    (pred, y), (new, _) = drawn_values(60, 1, outputs=2), drawn_values(40, 2, outputs=2)
+    (pred, y), (new, truth) = drawn_values(60, 1, outputs=2), drawn_values(40, 2, outputs=2)
     rows = (((y - pred.mean) / pred.std).abs()).tolist()
+    found = answers(pred, y, new, score)
     for level in (0.2, 0.8, 0.95):
         rates = [[max(row)] * 2 for row in rows] if score == "joint" else rows
         limits = [slow_rank(list(column), level) for column in zip(*rates, strict=True)]
-        lower, upper = answers(pred, y, new, score).interval(level)
         half = torch.tensor(limits, dtype=DOUBLE) * new.std
-        torch.testing.assert_close(lower, new.mean - half)
-        torch.testing.assert_close(upper, new.mean + half)
+        torch.testing.assert_close(found.interval(level), (new.mean - half, new.mean + half))
+        inside = (truth - new.mean).abs() <= half
+        assert torch.equal(found.covers(truth, level), inside.all(1) if score == "joint" else inside)
+        torch.testing.assert_close(coverage(found, truth, level), inside.double().mean())
+        torch.testing.assert_close(width(found, truth, level), found.width(level).mean())
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10_000), st.sampled_from(CLASS_SCORES), st.integers(20, 60), st.integers(2, 8))
 def test_sets_grow_with_the_level_and_hold_the_predicted_class(seed, score, n, classes):
-    data = drawn_classes(n, seed, classes=classes)
-    new = drawn_classes(20, seed + 1, classes=classes)[0]
-    pred = answers(*data, new, score)
+    new, _ = drawn_classes(20, seed + 1, classes=classes)
+    pred = answers(*drawn_classes(n, seed, classes=classes), new, score)
     sets = [pred.sets(level) for level in (0.05, 0.3, 0.6, 0.9, 0.95)]
     assert all((small <= large).all() for small, large in pairwise(sets))
-    assert len(repr(pred)) < 250
     if not score.allow_empty:
         assert sets[0].gather(-1, new.probs.argmax(-1, keepdim=True)).all()
 
@@ -246,10 +213,8 @@ def test_equal_scores_are_covered_together():
     """All points have the same prediction: every point of a class is covered, or none."""
     pred = softmax(torch.tensor([3.0, 2.0, 1.0]).log().expand(20, 3).clone())
     y = torch.tensor([0] * 10 + [1] * 8 + [2] * 2)
-    found = answers(pred, y, pred[:1])
-    assert found.sets(0.4).tolist() == [[True, False, False]]
-    assert found.sets(0.8).tolist() == [[True, True, False]]
-    assert found.sets(0.9).tolist() == [[True, True, True]]
+    for level, classes in ((0.4, 1), (0.8, 2), (0.9, 3)):
+        assert answers(pred, y, pred[:1]).sets(level).tolist() == [[c < classes for c in range(3)]]
 
 
 @pytest.mark.parametrize("score", [LAC(), APS(), APS(seed=0), APS(allow_empty=True)], ids=str)
@@ -262,11 +227,9 @@ def test_the_predicted_class_is_the_networks_own_where_probabilities_are_equal(s
 
 
 def test_a_standard_deviation_of_zero_covers_too():
-    y = torch.zeros(20, dtype=DOUBLE)
-    certain = gaussian(torch.zeros(20, dtype=DOUBLE), 0.0)
-    assert answers(certain, y, certain).covers(y, 0.9).all()
-    wrong = y.clone()
-    wrong[:10] = 1e-3
+    right, wrong = torch.zeros(20, dtype=DOUBLE), torch.tensor([0.0, 1e-3], dtype=DOUBLE).repeat(10)
+    certain = gaussian(right, 0.0)
+    assert answers(certain, right, certain).covers(right, 0.9).all()
     found = answers(certain, wrong, certain)
     assert (found.width(0.4) == 0).all()
     assert found.covers(wrong, 0.9).all()
@@ -335,21 +298,13 @@ def test_calibration_and_streams_are_those_of_the_method(task):
 
 
 def test_answers_are_arrays_and_tables():
-    for data, new in ((drawn_values(30, 0), VALUES), (drawn_classes(30, 0), CLASSES)):
-        found = answers(*data, new)
+    for found in (INTERVALS, SETS):
         plain = found.to_dict()
         assert json.loads(json.dumps(plain)) == plain
         assert {name: len(column) for name, column in plain.items()} == dict.fromkeys(found.numpy(), 5)
         np.testing.assert_array_equal(np.asarray(found), next(iter(found.numpy().values())))
         assert "points=5" in repr(found)
         assert found._repr_html_().startswith("<table><caption>Conformal")
-
-
-def test_the_usual_metrics_judge_conformal_intervals():
-    (pred, y), (new, truth) = drawn_values(50, 0), drawn_values(80, 1)
-    found = answers(pred, y, new)
-    assert coverage(found, truth, 0.8) == found.covers(truth, 0.8).double().mean()
-    torch.testing.assert_close(width(found, truth, 0.8), found.width(0.8).double().mean())
 
 
 @pytest.mark.parametrize("kind", [FMGP, MAP])
@@ -371,31 +326,25 @@ def test_a_saved_calibration_goes_with_its_head(kind, score, tmp_path):
         Conformal.load(tmp_path / "head", method)
 
 
-@pytest.mark.parametrize("level", [0.0, 1.0, -0.1, 95, math.nan])
-def test_levels_are_between_0_and_1(level):
-    for ask in (answers(*drawn_values(20, 0), VALUES).interval, answers(*drawn_classes(20, 0), CLASSES).sets):
-        with pytest.raises(OptionError, match="strictly between 0 and 1"):
-            ask(level)
-
-
 @pytest.mark.parametrize(
-    ("kind", "ask", "error", "message"),
+    ("ask", "error", "message"),
     [
-        ("values", lambda p: p.size(0.9), WrongTaskError, "A ConformalIntervals has no size: that is for classific"),
-        ("classes", lambda p: p.interval(0.9), WrongTaskError, "A ConformalSets has no interval: that is for regr"),
-        ("classes", lambda p: p.probs, AttributeError, "no attribute 'probs'; the method's own answers are in base"),
-        ("values", lambda p: p.covers(torch.zeros(4, 1), 0.9), DataError, r"\(5, 1\), got \(4, 1\)"),
-        ("classes", lambda p: p.covers(torch.full((5,), 5), 0.9), DataError, "labels from 0 to 4"),
-        ("values", lambda p: Conformal.calibrate(None, [], None, "counts"), WrongTaskError, "not for counts"),
-        ("values", lambda p: APS(penalty=-1.0), OptionError, "penalty of at least 0"),
-        ("values", lambda p: APS(free=-1), OptionError, "free to be an"),
-        ("values", lambda p: APS(seed=0.5), OptionError, "seed to be an"),
+        *((partial(INTERVALS.interval, level), OptionError, "between 0 and 1") for level in (0.0, 1.0, 95, math.nan)),
+        *((partial(SETS.sets, level), OptionError, "strictly between 0 and 1") for level in (0.0, 1.0, 95, math.nan)),
+        (lambda: INTERVALS.size(0.9), WrongTaskError, "A ConformalIntervals has no size: that is for classification"),
+        (lambda: SETS.interval(0.9), WrongTaskError, "A ConformalSets has no interval: that is for regression"),
+        (lambda: SETS.probs, AttributeError, "no attribute 'probs'; the method's own answers are in base"),
+        (lambda: INTERVALS.covers(torch.zeros(4, 1), 0.9), DataError, r"\(5, 1\), got \(4, 1\)"),
+        (lambda: SETS.covers(torch.full((5,), 5), 0.9), DataError, "labels from 0 to 4"),
+        (lambda: Conformal.calibrate(None, [], None, "counts"), WrongTaskError, "not for counts"),
+        (lambda: APS(penalty=-1.0), OptionError, "penalty of at least 0"),
+        (lambda: APS(free=-1), OptionError, "free to be an"),
+        (lambda: APS(seed=0.5), OptionError, "seed to be an"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(kind, ask, error, message):
-    found = answers(*drawn_values(20, 0), VALUES) if kind == "values" else answers(*drawn_classes(20, 0), CLASSES)
+def test_what_cannot_be_answered_is_refused(ask, error, message):
     with pytest.raises(error, match=message):
-        ask(found)
+        ask()
 
 
 @pytest.mark.parametrize(
@@ -413,11 +362,11 @@ def test_what_cannot_be_answered_is_refused(kind, ask, error, message):
 )
 def test_scores_are_named_for_each_task(task, score, expected):
     method, x, y = fitted(task)
-    if isinstance(expected, Score):
+    if not isinstance(expected, str):
         assert method.conformal((x, y), score=score).calibration.score == expected
-    else:
-        with pytest.raises((OptionError, WrongTaskError), match=expected):
-            method.conformal((x, y), score=score)
+        return
+    with pytest.raises((OptionError, WrongTaskError), match=expected):
+        method.conformal((x, y), score=score)
 
 
 def test_calibration_needs_targets_points_and_a_fit():
