@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from posthoc import DataError, OptionError, PosthocWarning, WrongTaskError
-from posthoc.predictive.base import LatentGaussian
+from posthoc.predictive.base import LatentGaussian, require_finite_prediction
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.regression import RegressionPredictive
 from posthoc.training.loop import History
@@ -125,6 +125,7 @@ REFUSED = [
     (classification, lambda p: p.log_prob(["cat"] * 6), DataError, "targets to be numbers"),
     (regression, lambda p: p.probs, WrongTaskError, "A RegressionPredictive has no probs: that is for classification"),
     (regression, lambda p: p.colour, AttributeError, "no attribute 'colour'"),
+    (regression, lambda p: require_finite_prediction(replace(p, noise=p.noise / 0)), DataError, "finite predictions"),
     (regression, lambda p: p[6], IndexError, "row from 0 to 5"),
     (regression, lambda p: p[-7], IndexError, "row from 0 to 5"),
     (classification, lambda p: p.interval(0.9), WrongTaskError, "no interval: that is for regression"),
