@@ -354,7 +354,6 @@ class Method(ABC):
                 assert rows.targets is not None
                 yield predictive, rows.targets
 
-    @torch.no_grad()
     def _predictions(
         self, data: Any, *, covariance: bool = False, targets: bool = False
     ) -> Generator[tuple[Predictive, Outputs]]:
@@ -381,7 +380,8 @@ class Method(ABC):
                 checked = self._checked(outputs, self._rounding, width=self._width, targets=targets)
                 for start in range(0, len(checked), size):
                     rows = checked[start : start + size] if len(checked) > size else checked
-                    predictive = predict(rows.only(*reads).to(device or home))
+                    with torch.no_grad():  # not around the yield: the caller's code runs there
+                        predictive = predict(rows.only(*reads).to(device or home))
                     predictive = predictive.to(home) if device not in (None, home) else predictive
                     require_finite_prediction(predictive)
                     yield predictive, rows

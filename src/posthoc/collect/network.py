@@ -100,10 +100,11 @@ class State:
         self.training = [part.training for part in self.parts]
         plain = (nn.Module.train, nn.Module.eval)  # others may do more than set flags
         self.own_eval = [p for p in self.parts if p.training and (type(p).train, type(p).eval) != plain]
-        self.weights = list(module.parameters())  # kept alive, so that their identities stay theirs
-        self.marks = marks(module)
+        self.weights = parameters(self.parts)  # kept alive, so that their identities stay theirs
+        self.marks = list(map(mark, self.weights))
         self.attributes = [(dict(part._buffers), part.__dict__.copy()) for part in self.parts]
-        self.buffers = [(buffer, version(buffer), buffer.detach().clone()) for buffer in module.buffers()]
+        buffers = [buffer for part in self.parts for buffer in part._buffers.values() if buffer is not None]
+        self.buffers = [(buffer, version(buffer), buffer.detach().clone()) for buffer in buffers]
         # PyTorch does not count what is written to the `.data` of a tensor: norms show it, once for each network.
         self.norms = norms(module) if self.own_eval or module not in CHECKED else {}
         self.hook: Any = None
@@ -118,12 +119,12 @@ class State:
 
     def changes(self) -> str:
         """What changed in the module that no forward pass in eval mode explains; empty if nothing did."""
-        now = marks(self.module)
-        names = [name for name in {**self.marks, **now} if now.get(name) != self.marks.get(name)]
+        same = list(map(mark, parameters(self.parts))) == self.marks
+        names = [] if same else [n for n, p in self.module.named_parameters() if mark(p) not in self.marks]
         if self.norms:
             names += [key[0] for key, norm in norms(self.module).items() if self.norms.get(key, norm) != norm]
-        if names:
-            return f"changed weights ({listed(names, 5)})"
+        if names or not same:
+            return f"changed weights ({listed(names, 5) or 'some are gone'})"
         return "it in training mode" if self.module.training else ""
 
     @torch.no_grad()
@@ -170,9 +171,14 @@ def version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def marks(module: nn.Module) -> dict[str, tuple[int, int, bool]]:
-    """What stays the same of a module's parameters if nobody changes them."""
-    return {name: (id(p), version(p), p.requires_grad) for name, p in module.named_parameters(remove_duplicate=False)}
+def parameters(parts: list[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that modules hold themselves."""
+    return [p for part in parts for p in part._parameters.values() if p is not None]
+
+
+def mark(p: Tensor) -> tuple[int, int, bool]:
+    """What stays the same of a parameter if nobody changes it."""
+    return id(p), version(p), p.requires_grad
 
 
 def norms(module: nn.Module) -> dict[tuple[str, int, int], str]:
@@ -308,11 +314,13 @@ class Backbone:
 
     def listen(self, capture: Callable[[Any], None]) -> Any:
         """Registers a hook on the feature layer, which hands its values over; returns the handle."""
-        layer = self._layers()[str(self.layer)]
-        if not self.takes_input:
-            return layer.register_forward_hook(lambda _, args, output: capture(output))
-        given = lambda _, args, kwargs: capture(args or tuple(kwargs.values()))  # noqa: E731
-        return layer.register_forward_pre_hook(given, with_kwargs=True)
+        assert self.module is not None
+        layer = self.module.get_submodule(str(self.layer))
+        if self.takes_input:
+            return layer.register_forward_pre_hook(
+                lambda _, args, kwargs: capture(args or tuple(kwargs.values())), with_kwargs=True
+            )
+        return layer.register_forward_hook(lambda _, args, output: capture(output))
 
     def features_of(self, batch: Batch, captured: Tensor | None, rows: int) -> Tensor:  # (rows, D)
         """The features of a batch from what the layer's hook captured."""

@@ -115,7 +115,7 @@ class FMGP(Method):
 
     A default fit of a classifier trains each of up to three candidates for a third of the steps on up to three folds,
     and then the selected form on all rows: up to four times the cost of one process. A default regression of fewer
-    than 30,000 rows trains four processes, three of them for the distribution of its residuals.
+    than 30,000 rows trains four processes, three of them for half of the steps, for the distribution of its residuals.
     `variance="shared"` is the fast choice for classification: one process; `residuals="gaussian"` for regression.
 
     Args:
@@ -254,8 +254,10 @@ class FMGP(Method):
             fitted.selection = replace(selection, residuals=f"Gaussian residuals, {why}")
             return fitted
         parts = list(folds(job, job.train, RESIDUAL_FOLDS)) if rows < MANY_RESIDUALS else []
-        fit = replace(trainer, likelihood=likelihood).fit
-        tasks = [partial(fit, part, selection.form) for part in (job, *(part for part, _ in parts))]
+        learned = replace(trainer, likelihood=likelihood)
+        short = replace(learned, training=shortened(trainer.training, 2))
+        tasks = [partial(learned.fit, job, selection.form)]
+        tasks += [partial(short.fit, part, selection.form) for part, _ in parts]
         (fitted, self.history), *others = run_parallel(tasks, trainer.parallel)
         pairs = [(other, unseen) for (other, _), (_, unseen) in zip(others, parts, strict=True)]
         pairs = pairs or [(fitted, job.train.spread(MAX_RESIDUALS))]

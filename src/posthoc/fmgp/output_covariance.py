@@ -8,9 +8,11 @@ differ in the tensors that they form.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from posthoc.predictive.latent import Latent
 
@@ -62,6 +64,10 @@ class OutputCovariance(nn.Module):
 
     def difference(self, top: Tensor) -> Tensor:
         """B_cc + B_tt - 2 B_ct for every output c, (N, C), with one output t for each point, (N,)."""
+        if self.rank is None:  # few outputs: all pairs at once
+            b = self.matrix()
+            variance = b.diagonal()
+            return (variance[:, None] + variance - 2.0 * b)[top]
         variance = self.diagonal()
         return variance + variance[top][:, None] - 2.0 * self.columns(top).mT
 
@@ -73,7 +79,8 @@ class OutputCovariance(nn.Module):
 
     def matrix(self) -> Tensor:
         """B, (C, C)."""
-        return self.among(torch.arange(self.num_outputs, device=self.factor.device))
+        factor, diagonal = self.parts()
+        return factor @ factor.mT if diagonal is None else factor @ factor.mT + diagonal.diag()
 
     def divergence(self) -> Tensor:
         """KL(N(0, B) | N(0, I)) = ½ (tr B - log|B| - C), ()."""
@@ -233,8 +240,26 @@ def marginal_variance(k_diag: Tensor, k_xz: Tensor, w: Tensor) -> Tensor:
     Returns:
         The variances (N,).
     """
-    known = k_xz.double() @ w.double().mT
-    return (k_diag.double() - torch.linalg.vecdot(known, known)).clamp_min(0.0)
+    return _MarginalVariance.apply(k_diag.double(), k_xz.double(), w.double())  # type: ignore[no-untyped-call]
+
+
+class _MarginalVariance(torch.autograd.Function):
+    """`marginal_variance` with a derived backward pass: for short vectors each autograd node costs time."""
+
+    @staticmethod
+    def forward(ctx: Any, k_diag: Tensor, k_xz: Tensor, w: Tensor) -> Tensor:
+        known = k_xz @ w.mT
+        variance = k_diag - torch.linalg.vecdot(known, known)
+        ctx.save_for_backward(k_xz, w, known, variance)
+        return variance.clamp_min(0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k_xz, w, known, variance = ctx.saved_tensors
+        grad = grad * (variance >= 0.0)
+        known_grad = known * (-2.0 * grad)[:, None]
+        return grad, known_grad @ w, known_grad.mT @ k_xz
 
 
 def covariance_across(b: Tensor, k_diag: Tensor, known: Tensor) -> Tensor:
