@@ -7,7 +7,6 @@ import os
 import select
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,51 +17,33 @@ FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe"),
 )
-LAUNCH = """
-import fcntl, os, sys
-ours = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
-for theirs, mine in zip((3, 4), ours):
-    os.dup2(mine, theirs)
-os.execv(sys.argv[3], sys.argv[3:])
-"""
-"""The browser reads its orders from 3 and answers on 4."""
 PATIENCE = 60.0
 
 
 class Browser:
-    """One page of a browser. What goes wrong in it is gathered in `errors`, what it asks for in `requests`."""
+    """One page of a browser. What goes wrong in it is gathered in `errors`."""
 
     def __init__(self, orders: int, answers: int) -> None:
         self._orders, self._answers = orders, answers
-        self._rest, self._number, self._session = b"", 0, ""
+        self._rest, self._number, self._session = b"", 0, {}
         self.errors: list[str] = []
-        self.requests: list[str] = []
-        self._events: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
+        self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Gives an order and waits for its answer."""
-        self._number += 1
-        order = {"id": self._number, "method": method, "params": parameters}
-        order |= {"sessionId": self._session} if self._session else {}
-        os.write(self._orders, json.dumps(order).encode() + b"\0")
-        while True:
-            message = self._next()
-            if message.get("id") == self._number:
-                if "error" in message:
-                    raise RuntimeError(f"{method}: {message['error']}")
-                return message["result"]
-            self._note(message)
+        self._send(method, **parameters)
+        answer = self._wait("id", self._number)
+        assert "error" not in answer, f"{method}: {answer}"
+        return answer["result"]
 
     def open(self, path: Path) -> None:
         """Loads a file."""
-        self._events.clear()
-        self.call("Page.navigate", url=path.as_uri())
-        while "Page.loadEventFired" not in self._events:
-            self._note(self._next())
+        self.errors.clear()
+        self._send("Page.navigate", url=path.as_uri())
+        self._wait("method", "Page.loadEventFired")
 
     def size(self, width: int, height: int, *, phone: bool = False) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
@@ -74,64 +55,52 @@ class Browser:
     def eval(self, expression: str) -> Any:
         """The value of an expression in the page, or of its promise, in JSON's types."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in found:
-            raise RuntimeError(found["exceptionDetails"]["exception"]["description"])
+        assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def press(self, key: str, code: int, text: str = "") -> None:
         """A key, down and up."""
-        parameters = {"key": key, "code": key, "windowsVirtualKeyCode": code}
-        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **parameters)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **parameters)
+        for kind, typed in (("keyDown", text), ("keyUp", "")):
+            self.call("Input.dispatchKeyEvent", type=kind, text=typed, key=key, code=key, windowsVirtualKeyCode=code)
 
     def click(self, selector: str) -> None:
-        """A click of the mouse in the middle of an element."""
-        where = self.eval(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); "
-            "e.scrollIntoView({block: 'center', inline: 'center', behavior: 'instant'}); "
-            "const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()"
-        )
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=where[0], y=where[1], button="left", clickCount=1)
+        self.eval(f"document.querySelector({json.dumps(selector)}).click()")
 
-    def _next(self) -> dict[str, Any]:
-        while b"\0" not in self._rest:
-            if not select.select([self._answers], [], [], PATIENCE)[0]:
-                raise TimeoutError("the browser does not answer")
-            part = os.read(self._answers, 1 << 20)
-            if not part:
-                raise ConnectionError("the browser has gone")
-            self._rest += part
-        message, _, self._rest = self._rest.partition(b"\0")
-        return json.loads(message)
+    def _send(self, method: str, **parameters: Any) -> None:
+        self._number += 1
+        order = {"id": self._number, "method": method, "params": parameters, **self._session}
+        os.write(self._orders, json.dumps(order).encode() + b"\0")
 
-    def _note(self, message: dict[str, Any]) -> None:
-        method, parameters = message.get("method", ""), message.get("params", {})
-        self._events.append(method)
-        if method == "Runtime.exceptionThrown":
-            self.errors.append(str(parameters["exceptionDetails"]))
-        elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
-            self.errors.append(str(parameters["entry"]["text"]))
-        elif method == "Runtime.consoleAPICalled":
-            self.errors.append(f"console: {parameters['args']}")
-        elif method == "Network.requestWillBeSent":
-            self.requests.append(str(parameters["request"]["url"]))
+    def _wait(self, key: str, value: Any) -> dict[str, Any]:
+        """The next message with this entry; errors among those before it are kept."""
+        while True:
+            while b"\0" not in self._rest:
+                assert select.select([self._answers], [], [], PATIENCE)[0], "the browser does not answer"
+                part = os.read(self._answers, 1 << 20)
+                assert part, "the browser has gone"
+                self._rest += part
+            text, _, self._rest = self._rest.partition(b"\0")
+            message = json.loads(text)
+            if message.get(key) == value:
+                return message
+            logged = message.get("params", {}).get("entry", {}).get("level") in ("error", "warning")
+            if logged or message.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled"):
+                self.errors.append(str(message["params"]))
 
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
-    """A browser that begins with an empty profile, and ends."""
-    assert BINARY is not None
+    """A browser that begins with an empty profile, reads its orders from 3 and answers on 4, and ends."""
     theirs, orders = os.pipe()
     answers, back = os.pipe()
-    command = [sys.executable, "-c", LAUNCH, str(theirs), str(back), BINARY, *FLAGS, f"--user-data-dir={profile}"]
-    process = subprocess.Popen(command, pass_fds=(theirs, back), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    os.close(theirs)
-    os.close(back)
-    try:
-        yield Browser(orders, answers)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(orders)
-        os.close(answers)
+    shell = ("bash", "-c", f'exec "$@" 3<&{theirs} 4>&{back}', "bash")
+    command = [*shell, str(BINARY), *FLAGS, f"--user-data-dir={profile}"]
+    with subprocess.Popen(command, pass_fds=(theirs, back), stdout=-3, stderr=-3) as process:
+        os.close(theirs)
+        os.close(back)
+        try:
+            yield Browser(orders, answers)
+        finally:
+            process.kill()
+            os.close(orders)
+            os.close(answers)
