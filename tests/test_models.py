@@ -46,12 +46,12 @@ def test_a_module_in_the_current_folder(package):
     for name in ("make", "ready"):
         found = outputs(predictor(f"own_nets.small:{name}", weights="none", trust_code=True), images(ROWS))
         assert_close(found, expected(raw(ROWS)), "outputs", "features")
-    for name in ("number", "three"):
-        with pytest.raises(OptionError, match="got int"):
-            predictor(f"own_nets.small:{name}", weights="none", trust_code=True)
-    for name, message in [("small:absent", "has no attribute 'absent'"), ("absent:make", "cannot be imported")]:
+    for name, message in [
+        *(("small:number", "got int"), ("small:three", "got int")),
+        *(("small:absent", "has no attribute 'absent'"), ("absent:make", "cannot be imported")),
+    ]:
         with pytest.raises(OptionError, match=message):
-            predictor(f"own_nets.{name}", trust_code=True)
+            predictor(f"own_nets.{name}", weights="none", trust_code=True)
 
 
 def test_code_is_not_run_unless_it_is_trusted(package, fake_libraries):
@@ -66,11 +66,6 @@ def test_code_is_not_run_unless_it_is_trusted(package, fake_libraries):
         predictor("torchvision:tiny", transform="resize")
 
 
-def test_a_network_without_weights_gives_a_warning():
-    with pytest.warns(PosthocWarning, match=r"may be a random network: give --weights FILE, or --weights none"):
-        predictor(NET, trust_code=True)
-
-
 def test_any_callable_has_outputs_but_no_layers():
     opened = predictor("tests.collecting_cases:mean_of_pixels", trust_code=True)
     wanted = raw(ROWS).flatten(1).mean(1, keepdim=True)
@@ -81,6 +76,8 @@ def test_any_callable_has_outputs_but_no_layers():
 
 
 def test_the_identity_tells_weights_layers_and_transforms_apart():
+    with pytest.warns(PosthocWarning, match=r"may be a random network: give --weights FILE, or --weights none"):
+        predictor(NET, trust_code=True)
     options = {"weights": "none", "trust_code": True}
     net = predictor(NET, **options).identity
     assert net["network"] == fingerprint(TinyNet())
@@ -132,6 +129,10 @@ def test_weights_are_never_unpickled(tmp_path, monkeypatch):
     for name in ("bomb.pt", "bomb.pth"):
         with pytest.raises(FileError, match="could run code"):
             predictor(NET, weights=str(tmp_path / name), trust_code=True)
+    for name, value in ONLY_TENSORS.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(pickle.UnpicklingError):  # torchvision downloads in this way
+        torch.hub.load_state_dict_from_url((tmp_path / "bomb.pt").as_uri(), str(tmp_path / "cache"))
     assert not (tmp_path / "exploded").exists()
 
 
@@ -230,12 +231,12 @@ def test_published_weights(fake_libraries, name, weights, seed, bright):
 
 
 @pytest.mark.parametrize("name", ["torchvision:tiny", "timm:tiny"])
-@pytest.mark.parametrize(("transform", "bright"), [(None, 0.2), ("none", 0.0)])
-def test_a_file_of_weights_with_and_without_the_transform(fake_libraries, tmp_path, name, transform, bright):
+def test_a_file_of_weights_with_and_without_the_transform(fake_libraries, tmp_path, name):
     trained = TinyNet(num_classes=7, seed=5)
     save_file(trained.state_dict(), tmp_path / "w.safetensors")
-    opened = predictor(name, weights=str(tmp_path / "w.safetensors"), transform=transform)
-    assert_close(outputs(opened, images(ROWS)), expected(raw(ROWS) + bright, net=trained), "outputs", "features")
+    for transform, bright in [(None, 0.2), ("none", 0.0)]:
+        opened = predictor(name, weights=str(tmp_path / "w.safetensors"), transform=transform)
+        assert_close(outputs(opened, images(ROWS)), expected(raw(ROWS) + bright, net=trained), "outputs", "features")
 
 
 def test_names_and_inputs_that_do_not_fit_are_refused(fake_libraries):
@@ -254,21 +255,17 @@ def test_names_and_inputs_that_do_not_fit_are_refused(fake_libraries):
 # The libraries themselves, where they are
 
 
-def real_network(library: str) -> tuple[Any, Any]:
-    """A ResNet-18 of four classes and the transform of its default weights."""
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+def test_the_real_library(library, tmp_path):
     try:
         real: Any = import_module(library)
     except Exception as error:  # a torchvision for another torch fails in its own ways
         pytest.skip(f"{library} cannot be imported: {error}")
     if library == "torchvision":
-        return real.models.resnet18(num_classes=4), real.models.ResNet18_Weights.DEFAULT.transforms()
-    net = real.create_model("resnet18", num_classes=4)
-    return net, real.data.create_transform(**real.data.resolve_model_data_config(net), is_training=False)
-
-
-@pytest.mark.parametrize("library", ["torchvision", "timm"])
-def test_the_real_library(library, tmp_path):
-    net, transform = real_network(library)
+        net, transform = real.models.resnet18(num_classes=4), real.models.ResNet18_Weights.DEFAULT.transforms()
+    else:
+        net = real.create_model("resnet18", num_classes=4)
+        transform = real.data.create_transform(**real.data.resolve_model_data_config(net), is_training=False)
     save_file(net.state_dict(), tmp_path / "w.safetensors")
     opened = predictor(f"{library}:resnet18", weights=str(tmp_path / "w.safetensors"))
     found = outputs(opened, images(ROWS))
@@ -281,31 +278,21 @@ def test_the_real_library(library, tmp_path):
         predictor(f"{library}:resnet_18")
 
 
-def test_published_weights_are_never_unpickled(tmp_path, monkeypatch):
-    monkeypatch.setenv("POSTHOC_TEST_BOMB", str(tmp_path / "exploded"))
-    torch.save({"fc.weight": Bomb()}, tmp_path / "published.pth")
-    for name, value in ONLY_TENSORS.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(pickle.UnpicklingError):  # torchvision downloads in this way
-        torch.hub.load_state_dict_from_url((tmp_path / "published.pth").as_uri(), str(tmp_path / "cache"))
-    assert not (tmp_path / "exploded").exists()
-
-
 @pytest.mark.parametrize(
-    ("name", "library", "extra"),
+    ("opened", "name", "library", "extra"),
     [
-        ("torchvision:resnet50", "torchvision", "torchvision"),
-        ("timm:resnet50", "timm", "timm"),
-        ("hf:some/model", "transformers", "hf"),
-        ("net.onnx", "onnxruntime", "onnx"),
-        (NET, "PIL", "images"),
-        (NET, "datasets", "hf"),
+        (predictor, "torchvision:resnet50", "torchvision", "torchvision"),
+        (predictor, "timm:resnet50", "timm", "timm"),
+        (predictor, "hf:some/model", "transformers", "hf"),
+        (predictor, "net.onnx", "onnxruntime", "onnx"),
+        (open_data, ".", "PIL", "images"),
+        (open_data, "net.csv", "datasets", "hf"),
     ],
 )
-def test_a_missing_library_says_what_to_install(package, monkeypatch, name, library, extra):
-    (package / "net.onnx").write_bytes(b"")
-    (package / "d.parquet").write_bytes(b"")
+def test_a_missing_library_says_what_to_install(package, monkeypatch, opened, name, library, extra):
+    for suffix in ("onnx", "csv"):
+        (package / f"net.{suffix}").write_bytes(b"")
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, f"{library}.models", raising=False)
     with pytest.raises(MissingExtraError, match=rf"pip install 'posthoc\[{extra}\]'"):
-        predictor(name) if name != NET else open_data("." if library == "PIL" else "d.parquet")
+        opened(name)

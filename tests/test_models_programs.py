@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,10 +61,8 @@ def test_a_program_is_known_by_its_bytes(programs, tmp_path):
     (tmp_path / "copy.ts").write_bytes((programs / "scripted.ts").read_bytes())
     torch.jit.script(TinyNet(seed=1)).save(tmp_path / "scripted.ts")
     assert mark(tmp_path / "copy.ts") == mark(programs / "scripted.ts")
-    assert (
-        len({mark(path) for path in (programs / "scripted.ts", programs / "exported.pt2", tmp_path / "scripted.ts")})
-        == 3
-    )
+    others = (programs / "scripted.ts", programs / "exported.pt2", tmp_path / "scripted.ts")
+    assert len({mark(path) for path in others}) == 3
 
 
 def test_files_that_are_no_programs_are_refused(tmp_path):
@@ -83,16 +82,10 @@ def onnx_graphs(tmp_path_factory) -> Path:
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
     folder = tmp_path_factory.mktemp("onnx")
-    torch.onnx.export(
-        WithFeatures().eval(),
-        (raw(2),),
-        folder / "any.onnx",
-        input_names=["x"],
-        output_names=["logits", "pooled"],
-        dynamic_shapes={"x": {0: torch.export.Dim("batch")}},
-        dynamo=True,
-        verbose=False,
-    )
+    names: dict[str, Any] = {"input_names": ["x"], "output_names": ["logits", "pooled"]}
+    shapes = {"x": {0: torch.export.Dim("batch")}}
+    net = WithFeatures().eval()
+    torch.onnx.export(net, (raw(2),), folder / "any.onnx", **names, dynamic_shapes=shapes, dynamo=True, verbose=False)
     graph = onnx.load(folder / "any.onnx")
     graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
     onnx.save(graph, folder / "two.onnx")
