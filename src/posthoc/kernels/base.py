@@ -63,10 +63,8 @@ class Kernel(nn.Module, ABC):
 
     def recipe(self) -> dict[str, Any]:
         """The spec of a kernel that is not fitted, with initial values and whether they are learned."""
-        start = {
-            name: [None if name in self.set_from_data else p.tolist(), p.requires_grad]
-            for name, p in self.named_parameters(recurse=False)
-        }
+        own, unset = self.named_parameters(recurse=False), self.set_from_data
+        start = {name: [None if name in unset else p.tolist(), p.requires_grad] for name, p in own}
         return {**self.spec(), "start": start}
 
     def set_start(self, start: Mapping[str, Any]) -> None:
@@ -132,8 +130,7 @@ def log_positive(value: Any, name: str) -> Tensor:
     """The logarithm of numbers that have to be positive."""
     tensor = as_numbers(value, torch.float64)
     if tensor is None or not bool(((tensor > 0) & tensor.isfinite()).all()):
-        shown = value.tolist() if isinstance(value, Tensor) else value
-        raise OptionError(f"Expected {name} above zero, got {shown!r}.")
+        raise OptionError(f"Expected {name} above zero, got {value!r}.")
     return tensor.log()
 
 

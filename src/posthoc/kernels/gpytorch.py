@@ -41,14 +41,11 @@ class GPyTorchKernel(BlockKernel):
         try:
             shape = tuple(self.kernel(x, x).shape)  # known before anything is computed
         except (RuntimeError, IndexError) as error:
-            raise OptionError(
-                f"Expected a GPyTorch kernel that looks at {x.shape[1]} {self.on}, got a {name} that cannot ({error})."
-            ) from error
+            found = f"got a {name} that cannot ({error})"
+            raise OptionError(f"Expected a GPyTorch kernel that looks at {x.shape[1]} {self.on}, {found}.") from error
         if shape != (len(x), len(x)):
-            raise OptionError(
-                f"Expected a GPyTorch kernel with one row a point, {(len(x), len(x))} for {len(x)} points, got "
-                f"{shape} from {name}: give the kernel of one output; the covariance of outputs is learned beside it."
-            )
+            found = f"{shape} from {name} for {len(x)} points"
+            raise OptionError(f"Expected a GPyTorch kernel of one output, with one row a point, got {found}.")
 
     @property
     def parts(self) -> list[dict[str, Any]]:

@@ -10,9 +10,7 @@ from posthoc.errors import FileError, OptionError
 from posthoc.kernels import RBF, Constant, Kernel, Linear, Matern, Product, Sum, White, as_kernel
 from posthoc.registry import Registry
 
-KERNELS = Registry(
-    "posthoc.kernels", {kind.name: kind for kind in (RBF, Matern, Linear, Constant, White, Sum, Product)}
-)
+KERNELS = Registry("posthoc.kernels", {k.name: k for k in (RBF, Matern, Linear, Constant, White, Sum, Product)})
 """Every kernel by name. Another package adds its own by an entry point of the group "posthoc.kernels"."""
 
 
@@ -34,9 +32,8 @@ def kernel_from_spec(spec: Any) -> Kernel:
         raise
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         known = ", ".join(inspect.signature(KERNELS[kind]).parameters)
-        raise OptionError(
-            f"Expected the kernel {kind!r} with options of {known}, and a start as its recipe has it; got {dict(spec)}."
-        ) from error
+        found = f"a start as its recipe has it; got {dict(spec)}"
+        raise OptionError(f"Expected the kernel {kind!r} with options of {known}, and {found}.") from error
     return kernel
 
 
@@ -57,15 +54,12 @@ def kernel_from_file(recipe: Mapping[str, Any], given: Any | None) -> Kernel:
     """
     kernel = as_kernel(given) if given is not None else None
     if kernel is not None and not same_form(kernel.spec(), recipe):
-        raise FileError(
-            f"Expected the kernel this head was fitted with, {recipe}, found {kernel.spec()}: "
-            "give one of the same form."
-        )
+        found = f"found {kernel.spec()}: give one of the same form"
+        raise FileError(f"Expected the kernel this head was fitted with, {recipe}, {found}.")
     try:
         return kernel_from_spec(recipe)
     except OptionError as error:
         if kernel is not None:
             return kernel
-        raise FileError(
-            f"{error} The kernel of this head is {dict(recipe)}: load(path, kernel=...) with one of the same form."
-        ) from error
+        advice = "load(path, kernel=...) with one of the same form"
+        raise FileError(f"{error} The kernel of this head is {dict(recipe)}: {advice}.") from error

@@ -17,10 +17,7 @@ class _Stationary(BlockKernel):
     """amplitude · shape(distance), with one length-scale for each dimension."""
 
     def __init__(
-        self,
-        on: Space | None = None,
-        lengthscale: float | Tensor | None = None,
-        amplitude: float = 1.0,
+        self, on: Space | None = None, lengthscale: float | Tensor | None = None, amplitude: float = 1.0
     ) -> None:
         super().__init__(on)
         self.set_from_data = {"log_lengthscale"} if lengthscale is None else set()
@@ -29,17 +26,13 @@ class _Stationary(BlockKernel):
         self.log_amplitude = log_of_one(amplitude, "an amplitude")
 
     def initialize(self, sample: Points, default: str) -> None:
-        self.on = self.on or default
-        x = self.block(sample)
-        log_scale = self.log_lengthscale.detach().to(x.device)
+        super().initialize(sample, default)
+        x, start = self.block(sample), self.log_lengthscale.detach()
         if self.set_from_data:
-            log_scale = median_distance(x).log().reshape(1)
-        if log_scale.numel() not in (1, x.shape[1]):
-            raise OptionError(
-                f"Expected one length-scale, or one for each of the {x.shape[1]} {self.on}, got {log_scale.numel()}."
-            )
-        learned = self.log_lengthscale.requires_grad
-        self.log_lengthscale = nn.Parameter(log_scale.expand(x.shape[1]).clone(), requires_grad=learned)
+            start = median_distance(x).log().reshape(1)
+        if (found := start.numel()) not in (1, x.shape[1]):
+            raise OptionError(f"Expected one length-scale, or one for each of the {x.shape[1]} {self.on}, got {found}.")
+        self.log_lengthscale = nn.Parameter(start.to(x).expand(x.shape[1]).clone(), self.log_lengthscale.requires_grad)
 
     def diag(self, a: Points) -> Tensor:
         return self.log_amplitude.exp().expand(len(self.block(a)))

@@ -13,8 +13,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from posthoc.collect.loaders import Batch
 from posthoc.config import SeedConfig, option
-from posthoc.errors import OptionError
-from posthoc.likelihoods.base import Likelihood
 from posthoc.methods.weights.network import DrawingMethod, seeded
 
 
@@ -52,11 +50,8 @@ class Dropout(DrawingMethod):
     config: DropoutConfig
     rows_alone = False
 
-    def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
-        super().__init__(model, likelihood, **options)
-        if not dropout_layers(self.module):
-            found = f"a {type(self.module).__name__} without any"
-            raise OptionError(f"dropout needs dropout layers, got {found}. Use another method, such as fmgp.")
+    def _check_network(self) -> None:
+        self._require_layers(dropout_layers(self.module), "dropout layers")
 
     def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
         # The same seed for every batch, so that equal batches have equal predictions.

@@ -20,7 +20,7 @@ from posthoc.config import TrainingConfig, option
 from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.weights.network import FinetunedMethod
+from posthoc.methods.weights.network import FinetunedMethod, normal
 
 SCORE_SAMPLES = 8
 """Draws for a validation score; a prediction has more."""
@@ -71,11 +71,8 @@ class MFVI(FinetunedMethod):
     config: MFVIConfig
     trains = True
 
-    def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
-        super().__init__(model, likelihood, **options)
-        if not noisy_layers(self.module):
-            found = f"a {type(self.module).__name__} without any"
-            raise OptionError(f"mfvi needs Linear or convolution layers, got {found}. Use a method such as fmgp.")
+    def _check_network(self) -> None:
+        self._require_layers(noisy_layers(self.module), "Linear or convolution layers")
 
     @property
     def log_std(self) -> dict[str, Tensor]:
@@ -215,10 +212,6 @@ def noisy_parameters(network: nn.Module) -> dict[str, Tensor]:
 def draw_weights(mean: dict[str, Tensor], std: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
     """One draw of all weights, in the order of their names, which a file may have changed."""
     return {name: mean[name] + normal(std[name], generator).to(mean[name].dtype) for name in sorted(std)}
-
-
-def normal(std: Tensor, generator: torch.Generator) -> Tensor:
-    return std * torch.randn(std.shape, dtype=std.dtype, device=std.device, generator=generator)
 
 
 @contextmanager

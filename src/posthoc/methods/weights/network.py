@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +42,16 @@ class NetworkMethod(Method):
             raise OptionError(f"{self.name} needs the network itself, an nn.Module, got {found}. {advice}")
         super().__init__(model, likelihood, **options)
         self.module = model
+        self._check_network()
+
+    def _check_network(self) -> None:
+        """Raises `OptionError` for a network that the method cannot use."""
+
+    def _require_layers(self, present: Any, wanted: str) -> None:
+        """Refuses a network without the layers that the method works on."""
+        if not present:
+            found = f"a {type(self.module).__name__} without any"
+            raise OptionError(f"{self.name} needs {wanted}, got {found}. Use another method, such as fmgp.")
 
     def _batches(self, data: Any, size: int = 256) -> Iterator[Batch]:
         """The batches of data, with the inputs on the network's device; raises where these are not finite."""
@@ -86,15 +95,30 @@ class NetworkMethod(Method):
 class DrawingMethod(NetworkMethod):
     """A method whose prediction is the average over `_draws`.
 
-    A classifier's temperature is 1 unless the user fixed another. The noise of a regression is found by the method
-    itself, or by `_fit_noise`.
+    A classifier's temperature is 1 unless the user fixed another.
     """
 
     fixed_mean = False
 
+    @torch.no_grad()
     def _fit(self, job: Job) -> Fitted:
-        fitted = Fitted(self._start(job))
-        self._fit_noise(fitted.likelihood, job, partial(self._draws, fitted))
+        """Fits the noise variance of a regression: the one of greatest likelihood on the validation data (or else the
+        data), given the variance of the draws; at least a hundredth of the mean squared residual."""
+        likelihood = self._start(job)
+        fitted = Fitted(likelihood)
+        if not isinstance(likelihood, Gaussian):
+            return fitted
+        data = job.val_data if job.val_data is not None else job.data
+        unit, parts = likelihood.scale.square(), []
+        with evaluating(self.module), exclusive(self.module):
+            for batch in self._batches(data):
+                draws = self._draws(fitted, batch).double()
+                mean = draws.mean(0)
+                _, residual = likelihood.standardize(mean, likelihood.check_targets(batch.target, mean))
+                parts.append(torch.stack([residual.square(), columns(draws.var(0, unbiased=False)) / unit]))
+        both = torch.cat(parts, 1)  # (2, N, C)
+        square, variance = both.reshape(2, -1, 1) if likelihood.noise_form == "shared" else both
+        likelihood.set_noise(likeliest_noise(square, variance) * unit)
         return fitted
 
     @abstractmethod
@@ -113,24 +137,6 @@ class DrawingMethod(NetworkMethod):
         likelihood = self._start_likelihood(job.train, job.train.outputs.device)
         likelihood.reset()
         return likelihood
-
-    @torch.no_grad()
-    def _fit_noise(self, likelihood: Likelihood, job: Job, draw: Callable[[Batch], Tensor]) -> None:
-        """Sets the noise variance of greatest likelihood on the validation data (or else the data), given the variance
-        of the draws; at least a hundredth of the mean squared residual."""
-        if not isinstance(likelihood, Gaussian):
-            return
-        data = job.val_data if job.val_data is not None else job.data
-        unit, parts = likelihood.scale.square(), []
-        with evaluating(self.module), exclusive(self.module):
-            for batch in self._batches(data):
-                draws = draw(batch).double()
-                mean = draws.mean(0)
-                _, residual = likelihood.standardize(mean, likelihood.check_targets(batch.target, mean))
-                parts.append(torch.stack([residual.square(), columns(draws.var(0, unbiased=False)) / unit]))
-        both = torch.cat(parts, 1)  # (2, N, C)
-        square, variance = both.reshape(2, -1, 1) if likelihood.noise_form == "shared" else both
-        likelihood.set_noise(likeliest_noise(square, variance) * unit)
 
 
 def likeliest_noise(square: Tensor, variance: Tensor) -> Tensor:  # (N, C), (N, C) -> (C,)
@@ -173,13 +179,13 @@ class FinetunedMethod(DrawingMethod):
         self,
         job: Job,
         likelihood: Likelihood,
-        parameters: Iterable[Tensor],
+        learned: Iterable[Tensor],
         answer: Callable[[Batch], Tensor],
         penalty: Callable[[], Tensor],
         draw: Callable[[Batch], Tensor],
         generator: torch.Generator | None = None,
     ) -> History:
-        """Trains the parameters of `answer`, which draws from `generator`. Stops early by the log-probability of the
+        """Trains what `answer` learns, which draws from `generator`. Stops early by the log-probability of the
         validation data, averaged over the outputs (S, N, ...) of `draw`."""
         if not Ranks().alone:
             raise OptionError(f"{self.name} trains in one process: fit it outside torch.distributed.")
@@ -201,9 +207,7 @@ class FinetunedMethod(DrawingMethod):
 
         source = NetworkBatches(self, job.data, options.batch_size, options.seed)
         scored = score if job.val is not None else None
-        return train(
-            objective, parameters, source, options, score=scored, generator=generator, checkpoint=job.checkpoint
-        )
+        return train(objective, learned, source, options, score=scored, generator=generator, checkpoint=job.checkpoint)
 
 
 class SingleBatch(Batch):
@@ -239,6 +243,11 @@ class NetworkBatches:
                 yield SingleBatch(*batch)
             if batch is None:
                 raise DataError("Expected data in every pass of the loader, got none in the last one.")
+
+
+def normal(std: Tensor, generator: torch.Generator) -> Tensor:
+    """Gaussian noise with these standard deviations."""
+    return std * torch.randn(std.shape, dtype=std.dtype, device=std.device, generator=generator)
 
 
 @contextmanager

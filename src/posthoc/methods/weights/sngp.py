@@ -17,12 +17,11 @@ from posthoc.collect.class_scores import as_logits
 from posthoc.collect.loaders import Batch
 from posthoc.collect.network import evaluating, exclusive
 from posthoc.config import TrainingConfig, option
-from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.laplace.last_layer import find_last_layer
-from posthoc.methods.weights.network import FinetunedMethod
+from posthoc.methods.weights.network import FinetunedMethod, normal
 from posthoc.numerics import cholesky
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.latent import IndependentLatent
@@ -86,11 +85,8 @@ class SNGP(FinetunedMethod):
     Config = SNGPConfig
     config: SNGPConfig
 
-    def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
-        super().__init__(model, likelihood, **options)
-        if not self.backbone.takes_input:
-            found = f"a {type(self.module).__name__} without any"
-            raise OptionError(f"sngp replaces the last Linear layer, got {found}. Use another method, such as fmgp.")
+    def _check_network(self) -> None:
+        self._require_layers(self.backbone.takes_input, "a last Linear layer")
         self._last = str(self.backbone.layer)
 
     @property
@@ -111,7 +107,7 @@ class SNGP(FinetunedMethod):
         features, linear = self._replace_last(network, generator)
         outputs = columns(job.train.outputs)[:, -linear.out_features :]  # a single logit is the last of two
         with torch.no_grad():
-            self._fit_head(network, features, linear, outputs.mean(0), job)
+            self._ridge(network, features, linear, outputs.mean(0), job)
         variance = outputs.var(0, unbiased=False)
         if isinstance(likelihood, Categorical):
             variance = variance.mean().expand_as(variance)
@@ -146,9 +142,7 @@ class SNGP(FinetunedMethod):
         network.set_submodule(self._last, nn.Sequential(features, linear).to(old.weight).eval())
         return features, linear
 
-    def _fit_head(
-        self, network: nn.Module, features: RandomFeatures, linear: nn.Linear, mean: Tensor, job: Job
-    ) -> None:
+    def _ridge(self, network: nn.Module, features: RandomFeatures, linear: nn.Linear, mean: Tensor, job: Job) -> None:
         """Sets the lengthscale, and first weights that reproduce the network's outputs."""
         lengthscale = self.config.lengthscale
         if lengthscale is None:
@@ -215,12 +209,9 @@ class SNGP(FinetunedMethod):
     def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)
         phi, outputs = self._features(fitted, batch)
         generator = torch.Generator(phi.device).manual_seed(self.config.seed)
-        std, draws = fitted.variances.sqrt(), []
-        for _ in range(self.config.samples):  # the same weights for every batch
-            noise = torch.randn(std.shape, dtype=std.dtype, device=std.device, generator=generator)
-            deviation = in_shape(phi @ (std * noise), outputs).reshape(outputs.shape)
-            draws.append(outputs + deviation.to(outputs.dtype))
-        return torch.stack(draws)
+        std = fitted.variances.sqrt()
+        weights = (normal(std, generator) for _ in range(self.config.samples))  # the same for every batch
+        return torch.stack([outputs + in_shape(phi @ w, outputs).reshape(outputs.shape).to(outputs) for w in weights])
 
     def _blank(self, shapes: Mapping[str, Any]) -> Fitted:
         network = copy.deepcopy(self.module).eval().requires_grad_(False)
