@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from posthoc.base import CHUNK, Fitted, Job, Method
 from posthoc.collect.outputs import Outputs
 from posthoc.config import FeatureConfig, option
-from posthoc.errors import DataError, OptionError
+from posthoc.errors import OptionError
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.registry import make_likelihood
 from posthoc.methods.laplace.curvature import Curvature, Dense, Form, Separable, require_room, sum_curvature
-from posthoc.methods.laplace.last_layer import find_last_layer, pieces, require_last_layer, with_one
+from posthoc.methods.laplace.last_layer import features_of, find_last_layer, pieces, require_last_layer, with_one
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
 from posthoc.numerics import rows_that_fit
 from posthoc.predictive.base import Predictive
@@ -104,19 +104,15 @@ class Laplace(Method):
                 yield with_one(x) if bias else x, outputs
 
         curvature = sum_curvature(parts(), form, width, classes=classes, bias=bias, share=share)
-        values, count, errors = curvature.values, share * len(train), share * error
+        values, count, error = curvature.values, share * len(train), share * error
         if isinstance(likelihood, Categorical):
             values = values.reshape(1, -1) / likelihood.temperature.detach().square()
         elif isinstance(likelihood, Gaussian) and likelihood.noise_form == "shared":
             use_one_unit(likelihood)
-            values, count, errors = values.reshape(1, -1), count * width, errors.sum()[None]
-        noise, precision = best_evidence(
-            values,
-            sum(float(part.square().sum()) for part in layer if part is not None),
-            count=count,
-            square_error=None if classes else errors,
-            precision=prior if isinstance(prior, float) else None,
-        )
+            values, count, error = values.reshape(1, -1), count * width, error.sum()[None]
+        square_norm = sum(float(part.square().sum()) for part in layer if part is not None)
+        given, square_error = prior if isinstance(prior, float) else None, None if classes else error
+        noise, precision = best_evidence(values, square_norm, count=count, square_error=square_error, precision=given)
         if isinstance(likelihood, Gaussian):
             likelihood.set_noise(noise)
         posterior = Posterior(curvature, likelihood, num_features=num_features, bias=bias).to(device)
@@ -154,11 +150,8 @@ class Posterior(Fitted):
 
     def predictive(self, outputs: Outputs, *, covariance: bool = False) -> Predictive:
         """The predictive distribution of some rows."""
-        features, likelihood, precision = outputs.features, self.likelihood, self.log_precision.exp()
-        if features is None or features.shape[1] != self.num_features:
-            found = "none" if features is None else features.shape[1]
-            raise DataError(f"Expected features of width {self.num_features} as in fit, got {found}.")
-        x = with_one(features.double()) if self.bias else features.double()
+        x, likelihood, precision = features_of(outputs, self.num_features), self.likelihood, self.log_precision.exp()
+        x = with_one(x) if self.bias else x
         if isinstance(likelihood, Categorical):
             latent = self.curvature.latent(x, precision, likelihood.temperature.square())
         else:
@@ -171,10 +164,9 @@ class Posterior(Fitted):
 
 def refine(posterior: Posterior, val: Outputs) -> None:
     """Gives a posterior the prior precision, and in regression the noise, that make validation data likeliest."""
-    likelihood, start = posterior.likelihood, float(posterior.log_precision.detach())
     learned = [posterior.log_precision]
-    if isinstance(likelihood, Gaussian):
-        learned.append(likelihood.log_noise)
+    if isinstance(posterior.likelihood, Gaussian):
+        learned.append(posterior.likelihood.log_noise)
     search = torch.optim.LBFGS(learned, max_iter=50, tolerance_change=1e-12, line_search_fn="strong_wolfe")
 
     def loss() -> float:
@@ -190,13 +182,20 @@ def refine(posterior: Posterior, val: Outputs) -> None:
             total += float(minus.detach())
         return total
 
-    @torch.no_grad()
-    def tried(power: int) -> float:
-        posterior.log_precision.fill_(start + power * math.log(10.0))
-        return loss()
-
-    tried(min(GRID, key=tried))
+    set_best_power(posterior.log_precision, GRID, loss)
     search.step(loss)
+
+
+@torch.no_grad()
+def set_best_power(log_value: Tensor, powers: Iterable[int], score: Callable[[], float]) -> None:
+    """Multiplies a positive number, given by its logarithm, by the power of ten at which a score is lowest."""
+    start = float(log_value)
+
+    def at(power: int) -> float:
+        log_value.fill_(start + power * math.log(10.0))
+        return score()
+
+    at(min(powers, key=at))
 
 
 def linearized(likelihood: str | Likelihood) -> Likelihood:

@@ -107,6 +107,15 @@ def pieces(outputs: Outputs, home: torch.device) -> Iterator[tuple[Tensor, Tenso
         yield x, columns(outputs.outputs[part].to(home)), columns(outputs.targets[part].to(home))
 
 
+def features_of(outputs: Outputs, width: int) -> Tensor:  # (N, D)
+    """The features of some rows, in float64; refuses those of another width than in the fit."""
+    features = outputs.features
+    if features is None or features.shape[1] != width:
+        found = "none" if features is None else features.shape[1]
+        raise DataError(f"Expected features of width {width} as in fit, got {found}.")
+    return features.double()
+
+
 def with_one(features: Tensor) -> Tensor:  # (N, D + 1)
     """Features and a constant, whose weight is the bias."""
     return torch.cat([features, features.new_ones(len(features), 1)], -1)

@@ -21,7 +21,7 @@ from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.laplace.curvature import eigen
 from posthoc.methods.laplace.laplace import linearized
-from posthoc.methods.laplace.last_layer import find_last_layer, with_one
+from posthoc.methods.laplace.last_layer import features_of, find_last_layer, with_one
 from posthoc.methods.laplace.marginal_likelihood import best_evidence
 from posthoc.methods.ntk.base import NTKConfig, NTKMethod
 from posthoc.methods.ntk.ntk import products
@@ -115,15 +115,12 @@ class ELLA(NTKMethod):
             rows, precision, noise = best_on(job.val, fitted, spectra, self._precisions(job.train, fitted))
         else:
             rows = len(job.train)
+            square_norm = float(along.square().sum())
+            values, given = spectra[rows][0][None], self.config.prior_precision
             # The residuals of a regression have unit mean square.
             count = float(job.num_data * len(likelihood.scale)) if isinstance(likelihood, Gaussian) else 0.0
-            noises, precision = best_evidence(
-                spectra[rows][0][None],
-                float(along.square().sum()),
-                count=count,
-                square_error=along.new_tensor([count]) if count else None,
-                precision=self.config.prior_precision,
-            )
+            error = along.new_tensor([count]) if count else None
+            noises, precision = best_evidence(values, square_norm, count=count, square_error=error, precision=given)
             noise = float(noises)
         values, vectors = spectra[rows]
         set_relative_noise(likelihood, noise)
@@ -206,14 +203,11 @@ class FittedELLA(Fitted):
 
     def features(self, part: Outputs) -> Tensor:  # (N, C, K)
         """J(x) along the directions, in the units of training."""
-        features, outputs, width = part.features, part.outputs[0].numel(), self.tangents.shape[1] - 1
-        if features is None or (self.classes is not None and features.shape[1] != width):
-            found = "none" if features is None else str(features.shape[1])
-            raise DataError(f"Expected features of width {width} as in fit, got {found}.")
+        outputs, (k, size) = part.outputs[0].numel(), self.tangents.shape
         if self.classes is None:
-            phi = features.double().unflatten(1, (outputs, -1))
+            phi = features_of(part, outputs * k).unflatten(1, (outputs, -1))
         else:
-            along = with_one(features.double()) @ self.tangents.mT  # (N, K)
+            along = with_one(features_of(part, size - 1)) @ self.tangents.mT  # (N, K)
             phi = along[:, None] * (torch.arange(outputs, device=along.device)[:, None] == self.classes)
         return phi / self.likelihood.scale[:, None] if isinstance(self.likelihood, Gaussian) else phi
 

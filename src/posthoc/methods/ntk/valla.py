@@ -4,7 +4,7 @@ with the neural tangent kernel."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.registry import make_likelihood
+from posthoc.methods.laplace.laplace import set_best_power
 from posthoc.methods.laplace.last_layer import find_last_layer
 from posthoc.methods.ntk.base import NTKConfig, NTKMethod
 from posthoc.methods.ntk.ntk import LastLayerNTK, products
@@ -119,7 +120,10 @@ class VaLLA(NTKMethod):
         train = job.train.only("features")
         fitted = self._untrained(train, likelihood, tangents)
         if job.val is not None and self.config.prior_precision is None and self.config.steps:
-            start_where_best(fitted.process.kernel.get_parameter("log_variance"), fitted.validation_score(job.val))
+            # Data that the network has memorized only ever ask for less variance: where training starts is then as
+            # important as where it stops.
+            log_variance = fitted.process.kernel.get_parameter("log_variance")
+            set_best_power(log_variance, POWERS, fitted.validation_score(job.val))
         view, form = PointView(train, fitted.coordinates), VarianceForm("per_output")
         self.history = train_fitted(fitted, job, form, self.config.alpha, self.config.training, view)
         return fitted
@@ -132,8 +136,7 @@ class VaLLA(NTKMethod):
         config, device = self.config, next(likelihood.parameters()).device
         generator = torch.Generator().manual_seed(config.seed)
         units = torch.ones(train.outputs[0].numel(), dtype=torch.float64, device=device)
-        if isinstance(likelihood, Gaussian):
-            units = units / likelihood.scale
+        units = units / likelihood.scale if isinstance(likelihood, Gaussian) else units
         # Also refuses features that are not the last layer's.
         bias = tangents is not None or find_last_layer(self.backbone, train, device).bias is not None
         kernel = LastLayerNTK(bias=bias).to(device)
@@ -148,9 +151,8 @@ class VaLLA(NTKMethod):
             size = process.split(sample["features"])[1].diagonal(dim1=1, dim2=2).mean(0)
         else:
             gradients = None
-            inducing = initial_inducing(
-                config.inducing, config.inducing_classes, config.num_inducing, view, len(units), generator
-            )
+            points, classes = config.inducing, config.inducing_classes
+            inducing = initial_inducing(points, classes, config.num_inducing, view, len(units), generator)
             process = Process(kernel, inducing, len(units), independent_outputs(units), start=START)
             size = kernel.diag(sample).mean().detach()
         precision = config.prior_precision or float((size * units.square()).mean().clamp_min(1e-300))
@@ -236,22 +238,6 @@ class TangentProcess(Process):
     def _scale(self) -> Tensor:  # (C,)
         """σ₀ in the units of training of each output."""
         return (self.coupling.diagonal() * self.kernel.get_parameter("log_variance").exp()).sqrt()
-
-
-@torch.no_grad()
-def start_where_best(log_variance: Tensor, score: Callable[[], float]) -> None:
-    """Sets σ₀² to the best power of ten, relative to what it is.
-
-    Data that the network has memorized only ever ask for less variance: where training starts is then as important as
-    where it stops.
-    """
-    middle = float(log_variance)
-
-    def at(power: int) -> float:
-        log_variance.fill_(middle + power * math.log(10.0))
-        return score()
-
-    at(min(POWERS, key=at))
 
 
 def independent_outputs(units: Tensor) -> OutputCovariance:
