@@ -53,7 +53,6 @@ class Kernel(nn.Module, ABC):
     def spaces(self) -> set[str | None]:
         """The blocks it reads; None stands for the default one."""
 
-    @abstractmethod
     def initialize(self, sample: Points, default: str) -> None:
         """Sets the block where none was named to `default`, and initial values from a sample of the data."""
 

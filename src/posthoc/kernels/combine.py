@@ -45,9 +45,6 @@ class _Everywhere(Kernel):
     def spaces(self) -> set[str | None]:
         return set()
 
-    def initialize(self, sample: Points, default: str) -> None:
-        pass
-
     def diag(self, a: Points) -> Tensor:
         return self.log_variance.exp().expand(count(a))
 
@@ -88,12 +85,7 @@ class White(_Everywhere):
 
 
 class _Pair(Kernel):
-    """Two kernels combined.
-
-    Args:
-        left: a kernel, of posthoc or GPyTorch.
-        right: another one.
-    """
+    """Two kernels combined, each of posthoc or GPyTorch."""
 
     def __init__(self, left: Kernel, right: Kernel) -> None:
         super().__init__()

@@ -65,9 +65,6 @@ class GPyTorchKernel(BlockKernel):
 def as_kernel(kernel: Any) -> Kernel:
     """A kernel of posthoc as it is, one of GPyTorch wrapped.
 
-    Args:
-        kernel: a kernel.
-
     Raises:
         OptionError: if it is neither.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from posthoc.numerics import rows_that_fit
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive, working_dtype
 from posthoc.predictive.latent import IndependentLatent
-from posthoc.training import History, Ranks, Training, train
+from posthoc.training import History, Ranks, train
 
 if TYPE_CHECKING:
     from posthoc.methods.gp_processes import Posterior, Process
@@ -45,11 +46,6 @@ class GPConfig(FeatureConfig, TrainingConfig):
     steps: int | None = option(None, least=0)  # type: ignore[assignment]
     batch_size: int | None = option(None, least=1)  # type: ignore[assignment]
     lr: float | None = option(None, above=0.0)  # type: ignore[assignment]
-
-    def resolved(self, kind: str) -> Training:
-        """The training options of an "exact" or a "sparse" process."""
-        missing = {name: value for name, value in DEFAULTS[kind].items() if getattr(self, name) is None}
-        return replace(self, **missing).training
 
 
 class GP(Method):
@@ -92,18 +88,20 @@ class GP(Method):
 
     def _fit(self, job: Job) -> FittedGP:
         fitted, view = self._untrained(job.train, job.device)
-        training = self.config.resolved(fitted.process.kind)
-        size = len(view) if fitted.process.kind == "exact" else training.batch_size
+        kind, config = fitted.process.kind, self.config
+        missing = {name: value for name, value in DEFAULTS[kind].items() if getattr(config, name) is None}
+        training = replace(config, **missing).training
+        size = len(view) if kind == "exact" else training.batch_size
 
         def objective(batch: TrainingBatch) -> Tensor:
-            return fitted.process.loss(batch.points[self.config.on], batch.target, fitted.likelihood, job.num_data)
+            return fitted.process.loss(batch.points[config.on], batch.target, fitted.likelihood, job.num_data)
 
         self.history = train(
             objective,
             fitted.parameters(),
             DrawnBatches(view, fitted.likelihood, size, training.seed, Ranks()),
             training,
-            score=fitted.validation_score(job.val) if job.val is not None else None,
+            score=partial(fitted.validation_score, job.val) if job.val is not None else None,
             checkpoint=job.checkpoint,
             cuda_graph=False,  # a Cholesky factor that fails has to warn or raise
         )
@@ -172,18 +170,13 @@ class FittedGP(Fitted):
         (points,) = self.coordinates.points(outputs).values()
         mean, variance = self.posterior(points)
         prior = columns(outputs.outputs) if self.center is None else self.center
-        moved = (prior + self.likelihood.scale * mean).to(working_dtype(outputs.outputs))
-        moved = moved.reshape(outputs.outputs.shape)
+        moved = (prior + self.likelihood.scale * mean).to(working_dtype(outputs.outputs)).reshape_as(outputs.outputs)
         return self.likelihood.predictive(moved, IndependentLatent(variance), covariance=covariance)
 
-    def validation_score(self, val: Outputs) -> Callable[[], float]:
-        """A function that gives minus the mean log-probability of the validation targets."""
-
-        def score() -> float:
-            parts = (val[rows].to(self.device) for rows in torch.arange(len(val)).split(CHUNK))
-            self.posterior = None
-            total = sum(float(self.predictive(part).log_prob(part.targets).sum()) for part in parts)
-            self.posterior = None
-            return -total / len(val)
-
-        return score
+    def validation_score(self, val: Outputs) -> float:
+        """Minus the mean log-probability of the validation targets, while the process is trained."""
+        parts = (val[rows].to(self.device) for rows in torch.arange(len(val)).split(CHUNK))
+        self.posterior = None
+        total = sum(float(self.predictive(part).log_prob(part.targets).sum()) for part in parts)
+        self.posterior = None
+        return -total / len(val)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from gpytorch.constraints import Positive
@@ -109,15 +110,11 @@ Process = Exact | Sparse
 
 def rbf(width: int, outputs: int) -> ScaleKernel:
     """One amplitude for each output and one length-scale for each of its dimensions."""
-    batch = torch.Size([outputs])
     # Learned as logarithms: the length-scale of a dimension that does not matter must be able to grow a hundredfold.
+    batch, logarithm = torch.Size([outputs]), partial(Positive, transform=torch.exp, inv_transform=torch.log)
     shape = RBFKernel(ard_num_dims=width, batch_shape=batch, lengthscale_constraint=logarithm())
     kernel = ScaleKernel(shape, batch_shape=batch, outputscale_constraint=logarithm()).double()
     # Typical points are √(2D) apart. With shorter scales every point would be alone and no gradient would be left.
     kernel.base_kernel.lengthscale = math.sqrt(width)
     kernel.outputscale = 1.0
     return kernel
-
-
-def logarithm() -> Positive:
-    return Positive(transform=torch.exp, inv_transform=torch.log)

@@ -44,8 +44,7 @@ class Temperature(LikelihoodOnly):
         inverse = best_inverse(job.train.outputs, job.train.targets)
         if (limit := limit_reached(job.train.outputs, inverse)) is not None:
             quality = "all right" if limit == "high" else "no better than chance"
-            advice = "Fit on data that the network has not memorized, with labels in the order of its outputs."
-            limited = f"so the temperature was limited to {1.0 / inverse:g}"
-            warn(f"The predictions are {quality} on these data, {limited}. {advice}")
+            found = f"The predictions are {quality} on these data, so the temperature was limited to {1.0 / inverse:g}."
+            warn(f"{found} Fit on data that the network has not memorized, with labels in the order of its outputs.")
         nn.init.constant_(likelihood.log_temperature, -math.log(inverse))
         return Fitted(likelihood)

@@ -47,10 +47,8 @@ def find_last_layer(backbone: Backbone | None, outputs: Outputs, home: torch.dev
         layer, expected = solve(outputs, home), "outputs that are linear in the features"
     found = residual(layer, outputs, home)
     if not found <= MAX_RESIDUAL:
-        raise LayerError(
-            f"Expected {expected}, to {MAX_RESIDUAL:.0%} of their spread, found a residual of {found:.3g} of it. "
-            "Give what the last nn.Linear returns (logits) and what it takes, or use another method, such as fmgp."
-        )
+        error = f"Expected {expected}, to {MAX_RESIDUAL:.0%} of their spread, found a residual of {found:.3g} of it"
+        raise LayerError(f"{error}. Give what the last nn.Linear returns and takes, or use a method such as fmgp.")
     return layer
 
 

@@ -14,18 +14,15 @@ REACH = 40.0
 
 
 def best_evidence(
-    eigenvalues: Tensor,  # (G, K), of the curvature under unit noise; a row for each noise
-    square_norm: float,  # of the weights
-    *,
-    count: float = 0.0,  # observations that share a noise
-    square_error: Tensor | None = None,  # (G,), summed over them; None where there is no noise (classification)
-    precision: float | None = None,  # the prior's, where it is given
+    eigenvalues: Tensor, square_norm: float, *, count: float, square_error: Tensor | None, precision: float | None
 ) -> tuple[Tensor, float]:
     """The noises σ² (G,) and the prior precision δ that maximize, up to a constant and a factor of 2,
 
         Σ_g [-n log σ_g² - e_g/σ_g² - Σ_k log(λ_gk/σ_g² + δ)] + GK log δ - δ|w|².
 
-    This is concave in the logarithms of σ² and δ together, so Newton's steps find the one maximum.
+    This is concave in the logarithms of σ² and δ together, so Newton's steps find the one maximum. `eigenvalues` λ
+    (G, K) are those of the curvature under unit noise, a row for each noise; `square_error` e (G,) is summed over the
+    `count` n of observations that share a noise, or None where there is no noise. A `precision` that is given stays.
     """
     square_norm = max(square_norm, 1e-12)
     fixed = torch.tensor([square_error is None] * len(eigenvalues) + [precision is not None], device=eigenvalues.device)

@@ -110,13 +110,8 @@ class Jacobian:
             yield self.pull(part, identity.expand(count(part), -1, -1))
 
 
-def gradients(
-    jacobian: Jacobian,
-    batches: Iterable[Batch],
-    pairs: Tensor,  # (M,), row * outputs + output of each pair, in ascending order
-    outputs: int,
-) -> Tensor:  # (M, P)
-    """The gradients of single outputs at single points."""
+def gradients(jacobian: Jacobian, batches: Iterable[Batch], pairs: Tensor, outputs: int) -> Tensor:  # (M, P)
+    """The gradients of single outputs at single points: `pairs` (M,) of row * outputs + output, in ascending order."""
     size, weight = max(1, CHUNK_BYTES // jacobian.row_bytes), next(iter(jacobian.weights.values()))
     parts, start = [], 0
     for batch in batches:
@@ -130,10 +125,7 @@ def gradients(
     return torch.cat(parts)
 
 
-def products(
-    a: Tensor,  # (..., N, P)
-    b: Tensor,  # (..., M, P)
-) -> Tensor:  # (..., N, M)
+def products(a: Tensor, b: Tensor) -> Tensor:  # (..., N, P), (..., M, P) -> (..., N, M)
     """The inner products of gradients, in float64: what is left of a covariance may be a small part of it."""
     parts = zip(a.split(WEIGHTS, -1), b.split(WEIGHTS, -1), strict=True)
     return torch.stack([x.double() @ y.double().mT for x, y in parts]).sum(0)
