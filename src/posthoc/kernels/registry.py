@@ -47,11 +47,8 @@ def same_form(a: Any, b: Any) -> bool:
 
 
 def kernel_from_file(recipe: Mapping[str, Any], given: Any | None) -> Kernel:
-    """The kernel of a file, unfitted: built by name or, where that cannot be, the one given to `load`.
-
-    Raises:
-        FileError: The kernel is not built by name and was not given, or the given one is of another form.
-    """
+    """The kernel of a file, unfitted: built by name or, where that cannot be, the one given to `load`. Raises
+    `FileError` if it was not given, or is of another form."""
     kernel = as_kernel(given) if given is not None else None
     if kernel is not None and not same_form(kernel.spec(), recipe):
         found = f"found {kernel.spec()}: give one of the same form"

@@ -34,11 +34,7 @@ REGISTRY = Registry(
 
 
 def method_named(name: str) -> type[Method]:
-    """The class of a method, by its name in files and on the command line.
-
-    Raises:
-        OptionError: There is no method of this name.
-    """
+    """The class of a method, by its name in files and on the command line; raises `OptionError` for other names."""
     if name not in REGISTRY:
         raise OptionError(f"Expected a method among {', '.join(sorted(REGISTRY))}, got {name!r}.")
     method: type[Method] = REGISTRY[name]

@@ -147,14 +147,11 @@ def maximize_evidence(approximation: Any, prior: str | float, likelihood: Likeli
 
     laplace-torch ascends by gradients, which it lacks for the noise of a Kronecker product.
     """
-    weights = approximation.mean_subnet if hasattr(approximation, "mean_subnet") else approximation.mean
-    noise, precision = best_evidence(
-        spectrum(approximation.H).double().reshape(1, -1),
-        float(weights.double().square().sum()),
-        count=approximation.n_data * approximation.n_outputs,
-        square_error=2.0 * approximation.loss.double().reshape(1) if isinstance(likelihood, Gaussian) else None,
-        precision=prior if isinstance(prior, float) else None,
-    )
+    weights = getattr(approximation, "mean_subnet", approximation.mean)
+    values, count = spectrum(approximation.H).double().reshape(1, -1), approximation.n_data * approximation.n_outputs
+    square_norm, given = float(weights.double().square().sum()), prior if isinstance(prior, float) else None
+    error = 2.0 * approximation.loss.double().reshape(1) if isinstance(likelihood, Gaussian) else None
+    noise, precision = best_evidence(values, square_norm, count=count, square_error=error, precision=given)
     approximation.prior_precision = precision
     if isinstance(likelihood, Gaussian):
         approximation.sigma_noise = float(noise.sqrt())

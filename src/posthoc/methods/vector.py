@@ -76,8 +76,7 @@ class Vector(Temperature):
     def _fit(self, job: Job) -> Fitted:
         likelihood = super()._fit(job).likelihood
         assert isinstance(likelihood, Categorical)
-        base = Base.of(job.train, 1.0 / likelihood.temperature.item())
-        ridge = self.config.ridge
+        base, ridge = Base.of(job.train, 1.0 / likelihood.temperature.item()), self.config.ridge
         if limit_reached(job.train.outputs, base.inverse) is not None:
             ridge = math.inf  # a temperature at its limit is left as it is
         elif ridge is None:

@@ -94,13 +94,8 @@ def sum_curvature(
 ) -> Curvature:
     """The curvature of the loss, summed over the data; in regression under unit noise.
 
-    Args:
-        parts: Some rows at a time: features (n, D) and class probabilities (n, C), which regression ignores.
-        form: "kron", "full" or "diag".
-        num_outputs: C.
-        classes: Whether the task is classification.
-        bias: Whether the last feature is the constant.
-        share: The number of points that each row stands for.
+    `parts` are some rows at a time: features (n, D), the last of them the constant if there is a `bias`, and the
+    probabilities of `classes` (n, C), which regression ignores. Each row stands for `share` points.
     """
     rows = 0
     sums: list[Tensor] = []

@@ -78,11 +78,8 @@ class NTKMethod(Method):
         return distinct(count, min(self.config.num_inducing, count), generator)
 
     def _draw_gradients(self, job: Job, features: int) -> tuple[Tensor, Tensor]:  # (M, P), (M,)
-        """Gradients at random pairs of a point and an output, and the outputs of the pairs, in ascending order.
-
-        Raises:
-            OptionError: They would not fit into memory, with as many features of each point and output.
-        """
+        """Gradients at random pairs of a point and an output, and the outputs of the pairs, in ascending order. Refuses
+        those that would not fit into memory, with as many features of each point and output."""
         assert self.backbone is not None
         points, outputs, limit = len(job.train), job.train.outputs[0].numel(), self.config.max_gigabytes
         pairs = self._draw_pairs(points, outputs).sort().values
@@ -98,11 +95,9 @@ class NTKMethod(Method):
 
     def _with_features(self, job: Job, tangents: Tensor) -> Job:
         """The job with the features that these tangents give."""
-        backbone, parts = self._tangent_backbone(tangents), {"train": job.data, "val": job.val_data}
-        for name, data in parts.items():
-            if data is not None:
-                parts[name] = self._checked(collect(backbone, data, features=True, inputs=False))
-        return replace(job, **parts)
+        read = partial(collect, self._tangent_backbone(tangents), features=True, inputs=False)
+        val = self._checked(read(job.val_data)) if job.val_data is not None else None
+        return replace(job, train=self._checked(read(job.data)), val=val)
 
     def _tangent_backbone(self, tangents: Tensor) -> TangentBackbone:
         assert self.backbone is not None

@@ -151,8 +151,7 @@ class LastLayerNTK(Linear):
 
 def rows_of(batch: Batch, rows: slice | Tensor) -> Batch:
     """Some rows of a batch."""
-    args, kwargs = take((batch.args, batch.kwargs), rows)
-    return Batch(args, kwargs, None)
+    return Batch(*take((batch.args, batch.kwargs), rows), None)
 
 
 def pieces(batch: Batch, size: int) -> Iterator[Batch]:

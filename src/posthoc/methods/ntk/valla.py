@@ -150,7 +150,6 @@ class VaLLA(NTKMethod):
             process = TangentProcess(kernel, products(gradients, gradients).to(device), owners.to(device), units)
             size = process.split(sample["features"])[1].diagonal(dim1=1, dim2=2).mean(0)
         else:
-            gradients = None
             points, classes = config.inducing, config.inducing_classes
             inducing = initial_inducing(points, classes, config.num_inducing, view, len(units), generator)
             process = Process(kernel, inducing, len(units), independent_outputs(units), start=START)
@@ -158,7 +157,7 @@ class VaLLA(NTKMethod):
         precision = config.prior_precision or float((size * units.square()).mean().clamp_min(1e-300))
         nn.init.constant_(kernel.log_variance, -math.log(precision))
         kernel.requires_grad_(config.prior_precision is None)
-        return FittedVaLLA(process, coordinates, likelihood, gradients=gradients)
+        return FittedVaLLA(process, coordinates, likelihood, gradients=tangents[0] if tangents is not None else None)
 
     def _tangent_features(self, tangents: Tensor, batch: Batch) -> Tensor:  # (N, C M + C C)
         """The tangent kernel of a point's outputs, with the inducing points and among themselves, for σ₀² = 1."""
@@ -175,9 +174,8 @@ class VaLLA(NTKMethod):
             return FittedVaLLA.blank(shapes, kernel, likelihood, outputs)
         owners, units = torch.tensor(shapes["owners"]), torch.ones(outputs, dtype=torch.float64)
         process = TangentProcess(kernel, units.new_zeros(len(owners), len(owners)), owners, units)
-        coordinates = Coordinates(shapes["spaces"], "features")
         gradients = next(iter(self.jacobian.weights.values())).new_zeros(len(owners), self.jacobian.size)
-        return FittedVaLLA(process, coordinates, likelihood, gradients=gradients)
+        return FittedVaLLA(process, Coordinates(shapes["spaces"], "features"), likelihood, gradients=gradients)
 
 
 class FittedVaLLA(FittedFMGP):
@@ -194,14 +192,9 @@ class FittedVaLLA(FittedFMGP):
 
 
 class TangentProcess(Process):
-    """A process whose points come with their kernels, as `VaLLA._tangent_features` gives them.
-
-    Args:
-        kernel: Its variance is σ₀².
-        among: The tangent kernel among the inducing points, (M, M), in the place of their coordinates.
-        owners: The output of each inducing point, (M,), in ascending order.
-        units: What turns outputs into units of training, (C,).
-    """
+    """A process whose points come with their kernels, as `VaLLA._tangent_features` gives them. `among` (M, M) is the
+    tangent kernel among the inducing points, in the place of their coordinates; `owners` (M,) are their outputs, in
+    ascending order; `units` (C,) turn outputs into units of training."""
 
     coupling: OutputCovariance
 

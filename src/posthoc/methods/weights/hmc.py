@@ -103,8 +103,7 @@ class HMC(DrawingMethod):
         if options.max_r_hat is not None and diagnostics["r_hat"] > options.max_r_hat:
             found = f"R-hat is {diagnostics['r_hat']:.2f}, draws are worth {diagnostics['ess']:.0f} independent ones"
             warn(f"The chains do not agree: {found}. Use more warmup and samples, or a greater max_tree_depth.")
-        if noise is not None:
-            assert isinstance(likelihood, Gaussian)
+        if noise is not None and isinstance(likelihood, Gaussian):
             noise = noise.flatten(0, 1) * likelihood.scale.square()
             # The variance of a mixture of Gaussians contains the mean of their variances.
             likelihood.set_noise(noise.mean(0))
@@ -168,8 +167,7 @@ class HMC(DrawingMethod):
 
         data = []
         for raw in self._batches(job.data, ROWS):
-            args, kwargs = change_tensors((raw.args, raw.kwargs), to_float64)
-            batch = Batch(args, kwargs, raw.target)
+            batch = Batch(*change_tensors((raw.args, raw.kwargs), to_float64), raw.target)
             data.append((batch, likelihood.check_targets(batch.target, self._answer(network, batch))))
         trained = torch.cat([p.reshape(-1) for p in parameters.values()])
         precision, multiplicity = self.config.prior_precision, job.num_data / len(job.train)
@@ -181,11 +179,9 @@ class HMC(DrawingMethod):
         return torch.stack([self._answer(self.module, batch, split(draw, parameters)) for draw in weights])
 
     def _blank(self, shapes: Mapping[str, Any]) -> Fitted:
-        draws = self.config.chains * self.config.samples
-        size = sum(self.module.get_parameter(name).numel() for name in shapes["names"])
-        likelihood, noise = self._blank_likelihood(), None
-        if isinstance(likelihood, Gaussian):
-            noise = torch.zeros(draws, math.prod(self._width or ()), dtype=torch.float64)
+        likelihood, draws = self._blank_likelihood(), self.config.chains * self.config.samples
+        size, width = sum(self.module.get_parameter(n).numel() for n in shapes["names"]), math.prod(self._width or ())
+        noise = torch.zeros(draws, width, dtype=torch.float64) if isinstance(likelihood, Gaussian) else None
         weights = torch.zeros(draws, size, dtype=self.backbone.dtype)
         return Fitted(likelihood, shapes, weights=weights, noise=noise)
 
@@ -196,20 +192,13 @@ class WeightPosterior:
 
     Weights are Gaussian a priori. The noise variance is σ² = limit · sigmoid(u). The density of u contains the
     derivative of that, so that the prior of σ² is uniform on (0, limit).
-
-    Args:
-        answer: The outputs of the network with these weights on a batch.
-        data: Batches and their targets.
-        likelihood: Defines the units of the noise, and the temperature.
-        prior_precision: Of the prior of every weight.
-        multiplicity: The number of points that each point of the data stands for.
     """
 
-    answer: Callable[[Tensor, Batch], Tensor]
-    data: list[tuple[Batch, Tensor]]
-    likelihood: Likelihood
-    prior_precision: float
-    multiplicity: float = 1.0
+    answer: Callable[[Tensor, Batch], Tensor]  # the outputs of the network with these weights on a batch
+    data: list[tuple[Batch, Tensor]]  # batches and their targets
+    likelihood: Likelihood  # defines the units of the noise, and the temperature
+    prior_precision: float  # of every weight
+    multiplicity: float = 1.0  # the number of points that each point of the data stands for
 
     def __post_init__(self) -> None:
         self.max_noise: Tensor | None = None  # () or (C,), in the likelihood's units

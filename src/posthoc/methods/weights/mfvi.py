@@ -243,10 +243,8 @@ def flipout(network: nn.Module, std: Mapping[str, Tensor], generator: torch.Gene
         deltas = {part: delta(name).to(output.dtype) for part, name in own.items()}
         weight, bias = deltas.get("weight", torch.zeros_like(layer.weight)), deltas.get("bias")
         flipped = x * signs(key, "in", sign_shape(layer, x))
-        if isinstance(layer, nn.Linear):
-            noise = F.linear(flipped, weight, bias)
-        else:
-            noise = layer._conv_forward(flipped, weight, bias)  # which knows its padding, stride and groups
+        # A convolution's own method knows its padding, stride and groups.
+        noise = (F.linear if isinstance(layer, nn.Linear) else layer._conv_forward)(flipped, weight, bias)
         return output + noise * signs(key, "out", sign_shape(layer, output))
 
     with ExitStack() as stack:

@@ -108,10 +108,9 @@ class DrawingMethod(NetworkMethod):
         fitted = Fitted(likelihood)
         if not isinstance(likelihood, Gaussian):
             return fitted
-        data = job.val_data if job.val_data is not None else job.data
         unit, parts = likelihood.scale.square(), []
         with evaluating(self.module), exclusive(self.module):
-            for batch in self._batches(data):
+            for batch in self._batches(job.val_data if job.val_data is not None else job.data):
                 draws = self._draws(fitted, batch).double()
                 mean = draws.mean(0)
                 _, residual = likelihood.standardize(mean, likelihood.check_targets(batch.target, mean))
@@ -227,22 +226,22 @@ class NetworkBatches:
     ahead, fixed, weight = 1, False, 1.0
 
     def __init__(self, method: NetworkMethod, data: Any, size: int, seed: int) -> None:
-        self.method, self.data, self.size = method, data, size
-        self.generator = torch.Generator().manual_seed(seed)
-        self.batches = enumerate(self._endless())
+        self.batches = enumerate(endless_batches(method, data, size, torch.Generator().manual_seed(seed)))
 
     def block(self, step: int, count: int) -> SingleBatch:
         return next(batch for number, batch in self.batches if number == step)
 
-    def _endless(self) -> Iterator[SingleBatch]:
-        while True:
-            batch, data = None, self.data
-            if is_arrays(data):  # a loader has an order of its own
-                data = take(data, torch.randperm(row_count(data), generator=self.generator))
-            for batch in self.method._batches(data, self.size):
-                yield SingleBatch(*batch)
-            if batch is None:
-                raise DataError("Expected data in every pass of the loader, got none in the last one.")
+
+def endless_batches(method: NetworkMethod, data: Any, size: int, generator: torch.Generator) -> Iterator[SingleBatch]:
+    """The batches of one pass over the data after another."""
+    while True:
+        batch = None
+        # A loader has an order of its own.
+        rows = take(data, torch.randperm(row_count(data), generator=generator)) if is_arrays(data) else data
+        for batch in method._batches(rows, size):
+            yield SingleBatch(*batch)
+        if batch is None:
+            raise DataError("Expected data in every pass of the loader, got none in the last one.")
 
 
 def normal(std: Tensor, generator: torch.Generator) -> Tensor:

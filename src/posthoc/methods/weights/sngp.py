@@ -149,9 +149,8 @@ class SNGP(FinetunedMethod):
             h = torch.cat([self._run(network, features, batch)[0] for batch in self._batches(job.data)])
             lengthscale = float((2.0 * h.var(0, unbiased=False).sum()).sqrt()) or 1.0
         features.lengthscale.fill_(lengthscale)
-        size = linear.in_features
-        gram = torch.zeros(size, size, dtype=torch.float64, device=mean.device)
-        cross = gram.new_zeros(size, len(mean))
+        gram = torch.zeros(linear.in_features, linear.in_features, dtype=torch.float64, device=mean.device)
+        cross = gram.new_zeros(len(gram), len(mean))
         with evaluating(self.module), exclusive(self.module):
             for batch in self._batches(job.data):
                 phi, _ = self._run(network, linear, batch)
