@@ -143,10 +143,8 @@ class Loader:
 
 
 def maximize_evidence(approximation: Any, prior: str | float, likelihood: Likelihood) -> None:
-    """Sets the prior precision, unless it is given, and the noise of greatest marginal likelihood.
-
-    laplace-torch ascends by gradients, which it lacks for the noise of a Kronecker product.
-    """
+    """Sets the prior precision, unless it is given, and the noise of greatest marginal likelihood. laplace-torch itself
+    ascends by gradients, which it lacks for the noise of a Kronecker product."""
     weights = getattr(approximation, "mean_subnet", approximation.mean)
     values, count = spectrum(approximation.H).double().reshape(1, -1), approximation.n_data * approximation.n_outputs
     square_norm, given = float(weights.double().square().sum()), prior if isinstance(prior, float) else None

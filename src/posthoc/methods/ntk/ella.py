@@ -130,10 +130,8 @@ class ELLA(NTKMethod):
         return fitted
 
     def _last_layer_directions(self, train: Outputs, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """K directions in the weights of the last layer, their outputs, and how far the weights lie along each.
-
-        The gradients of two outputs are orthogonal, so every eigenvector belongs to one output.
-        """
+        """K directions in the weights of the last layer, their outputs, and how far the weights lie along each. The
+        gradients of two outputs are orthogonal, so every eigenvector belongs to one output."""
         layer = find_last_layer(self.backbone, train, device)
         outputs, most = len(layer.weight), self.config.num_features
         bias = layer.bias if layer.bias is not None else torch.zeros(outputs, dtype=torch.float64, device=device)
@@ -243,9 +241,7 @@ def best_on(
     val: Outputs, fitted: FittedELLA, spectra: Mapping[int, tuple[Tensor, Tensor]], precisions: list[float]
 ) -> tuple[int, float, float]:
     """The rows that G is summed over, the prior precision and the noise under which validation rows are likeliest.
-
-    `spectra` are the eigenvalues (K,) and eigenvectors (K, K) of G over each number of rows, for a noise of one.
-    """
+    `spectra` are the eigenvalues (K,) and eigenvectors (K, K) of G over each number of rows, for a noise of one."""
     likelihood = fitted.likelihood
     grid = list(product(precisions, NOISES if isinstance(likelihood, Gaussian) else NOISES[:1]))
     work = len(spectra) * len(grid) * val.outputs[0].numel() * len(fitted.factor)

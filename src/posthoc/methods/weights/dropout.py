@@ -50,7 +50,7 @@ class Dropout(DrawingMethod):
     config: DropoutConfig
     rows_alone = False
 
-    def _check_network(self) -> None:
+    def _check_parts(self) -> None:
         self._require_layers(dropout_layers(self.module), "dropout layers")
 
     def _draws(self, fitted: Any, batch: Batch) -> Tensor:  # (S, N, ...)

@@ -79,8 +79,7 @@ class HMC(DrawingMethod):
     Config = HMCConfig
     config: HMCConfig
 
-    def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
-        super().__init__(model, likelihood, **options)
+    def _check_parts(self) -> None:
         require("pyro", "hmc", "Hamiltonian Monte Carlo")
 
     @property

@@ -71,7 +71,7 @@ class MFVI(FinetunedMethod):
     config: MFVIConfig
     trains = True
 
-    def _check_network(self) -> None:
+    def _check_parts(self) -> None:
         self._require_layers(noisy_layers(self.module), "Linear or convolution layers")
 
     @property
@@ -157,8 +157,7 @@ def fitted_of(likelihood: Likelihood, **parts: Mapping[str, Tensor]) -> Fitted:
 class MeanField:
     """q(w) = Π N(w | μ, σ²) over weights by name, with log σ to be learned, and μ too if it `moves`.
 
-    A mean moves in units of its first σ: one learning rate then suits both, and takes small steps from what was
-    trained.
+    A mean moves in units of its first σ, so that one learning rate suits both.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], initial_std: float, *, moves: bool) -> None:

@@ -42,10 +42,10 @@ class NetworkMethod(Method):
             raise OptionError(f"{self.name} needs the network itself, an nn.Module, got {found}. {advice}")
         super().__init__(model, likelihood, **options)
         self.module = model
-        self._check_network()
+        self._check_parts()
 
-    def _check_network(self) -> None:
-        """Raises `OptionError` for a network that the method cannot use."""
+    def _check_parts(self) -> None:
+        """Raises if the network, or an optional library, lacks what the method works with."""
 
     def _require_layers(self, present: Any, wanted: str) -> None:
         """Refuses a network without the layers that the method works on."""
@@ -140,10 +140,8 @@ class DrawingMethod(NetworkMethod):
 
 def likeliest_noise(square: Tensor, variance: Tensor) -> Tensor:  # (N, C), (N, C) -> (C,)
     """The σ² that maximizes Π N(residual | 0, variance + σ²) given squared residuals and the variances of predictions,
-    by Fisher scoring; at least a hundredth of the mean square.
-
-    Each step is a mean of square - variance, weighted by the information in each row.
-    """
+    by Fisher scoring: each step is a mean of square - variance, weighted by the information in each row. It is at least
+    a hundredth of the mean square."""
     least = 0.01 * square.mean(0)
     noise = torch.maximum((square - variance).mean(0), least)
     for _ in range(100):
@@ -184,7 +182,7 @@ class FinetunedMethod(DrawingMethod):
         draw: Callable[[Batch], Tensor],
         generator: torch.Generator | None = None,
     ) -> History:
-        """Trains what `answer` learns, which draws from `generator`. Stops early by the log-probability of the
+        """Trains what is `learned` of `answer`, which draws from `generator`. Stops early by the log-probability of the
         validation data, averaged over the outputs (S, N, ...) of `draw`."""
         if not Ranks().alone:
             raise OptionError(f"{self.name} trains in one process: fit it outside torch.distributed.")

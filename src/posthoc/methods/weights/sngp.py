@@ -85,7 +85,7 @@ class SNGP(FinetunedMethod):
     Config = SNGPConfig
     config: SNGPConfig
 
-    def _check_network(self) -> None:
+    def _check_parts(self) -> None:
         self._require_layers(self.backbone.takes_input, "a last Linear layer")
         self._last = str(self.backbone.layer)
 
@@ -143,7 +143,7 @@ class SNGP(FinetunedMethod):
         return features, linear
 
     def _ridge(self, network: nn.Module, features: RandomFeatures, linear: nn.Linear, mean: Tensor, job: Job) -> None:
-        """Sets the lengthscale, and first weights that reproduce the network's outputs."""
+        """Sets the lengthscale and, by ridge regression, first weights that reproduce the network's outputs."""
         lengthscale = self.config.lengthscale
         if lengthscale is None:
             h = torch.cat([self._run(network, features, batch)[0] for batch in self._batches(job.data)])
