@@ -104,14 +104,14 @@ class Laplace(Method):
                 yield with_one(x) if bias else x, outputs
 
         curvature = sum_curvature(parts(), form, width, classes=classes, bias=bias, share=share)
-        values, count, error = curvature.values, share * len(train), share * error
+        values, count, errors = curvature.values, share * len(train), share * error
         if isinstance(likelihood, Categorical):
             values = values.reshape(1, -1) / likelihood.temperature.detach().square()
         elif isinstance(likelihood, Gaussian) and likelihood.noise_form == "shared":
             use_one_unit(likelihood)
-            values, count, error = values.reshape(1, -1), count * width, error.sum()[None]
+            values, count, errors = values.reshape(1, -1), count * width, errors.sum()[None]
         square_norm = sum(float(part.square().sum()) for part in layer if part is not None)
-        given, square_error = prior if isinstance(prior, float) else None, None if classes else error
+        given, square_error = prior if isinstance(prior, float) else None, None if classes else errors
         noise, precision = best_evidence(values, square_norm, count=count, square_error=square_error, precision=given)
         if isinstance(likelihood, Gaussian):
             likelihood.set_noise(noise)

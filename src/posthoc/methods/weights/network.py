@@ -182,8 +182,8 @@ class FinetunedMethod(DrawingMethod):
         draw: Callable[[Batch], Tensor],
         generator: torch.Generator | None = None,
     ) -> History:
-        """Trains what is `learned` of `answer`, which draws from `generator`. Stops early by the log-probability of the
-        validation data, averaged over the outputs (S, N, ...) of `draw`."""
+        """Trains the `learned` tensors of `answer`, which may draw from `generator`. Stops early by the log-probability
+        of the validation data, averaged over the outputs (S, N, ...) of `draw`."""
         if not Ranks().alone:
             raise OptionError(f"{self.name} trains in one process: fit it outside torch.distributed.")
         options = self.config.training
