@@ -151,7 +151,7 @@ class LastLayerNTK(Linear):
 
 def rows_of(batch: Batch, rows: slice | Tensor) -> Batch:
     """Some rows of a batch."""
-    return Batch(*take((batch.args, batch.kwargs), rows), None)
+    return Batch(*take((batch.args, batch.kwargs), rows), target=None)
 
 
 def pieces(batch: Batch, size: int) -> Iterator[Batch]:
