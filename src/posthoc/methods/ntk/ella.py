@@ -115,11 +115,10 @@ class ELLA(NTKMethod):
             rows, precision, noise = best_on(job.val, fitted, spectra, self._precisions(job.train, fitted))
         else:
             rows = len(job.train)
-            square_norm = float(along.square().sum())
-            values, given = spectra[rows][0][None], self.config.prior_precision
+            values, square_norm = spectra[rows][0][None], float(along.square().sum())
             # The residuals of a regression have unit mean square.
             count = float(job.num_data * len(likelihood.scale)) if isinstance(likelihood, Gaussian) else 0.0
-            error = along.new_tensor([count]) if count else None
+            error, given = along.new_tensor([count]) if count else None, self.config.prior_precision
             noises, precision = best_evidence(values, square_norm, count=count, square_error=error, precision=given)
             noise = float(noises)
         values, vectors = spectra[rows]

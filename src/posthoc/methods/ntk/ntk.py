@@ -151,7 +151,8 @@ class LastLayerNTK(Linear):
 
 def rows_of(batch: Batch, rows: slice | Tensor) -> Batch:
     """Some rows of a batch."""
-    return Batch(*take((batch.args, batch.kwargs), rows), target=None)
+    args, kwargs = take((batch.args, batch.kwargs), rows)
+    return Batch(args, kwargs, None)
 
 
 def pieces(batch: Batch, size: int) -> Iterator[Batch]:

@@ -166,7 +166,8 @@ class HMC(DrawingMethod):
 
         data = []
         for raw in self._batches(job.data, ROWS):
-            batch = Batch(*change_tensors((raw.args, raw.kwargs), to_float64), target=raw.target)
+            args, kwargs = change_tensors((raw.args, raw.kwargs), to_float64)
+            batch = Batch(args, kwargs, raw.target)
             data.append((batch, likelihood.check_targets(batch.target, self._answer(network, batch))))
         trained = torch.cat([p.reshape(-1) for p in parameters.values()])
         precision, multiplicity = self.config.prior_precision, job.num_data / len(job.train)
