@@ -52,10 +52,8 @@ class Checkpoint:
             resumes = self.resume and self.path.exists()
             if not resumes and any(not entry.name.startswith(".") for entry in self.folder.iterdir()):
                 hint = "" if self.resume else "go on from there with --resume (resume=True), or "
-                raise FileError(
-                    f"Expected an empty checkpoint folder{', or one with a checkpoint' if self.resume else ''}, found "
-                    f"other files in {self.folder}: {hint}name another folder."
-                )
+                found = f"found files in {self.folder}: {hint}name another"
+                raise FileError(f"Expected an empty checkpoint folder, {found}.")
             for unfinished in self.folder.glob(f".{FILE}.*"):  # of a run that was killed while writing
                 unfinished.unlink()
             yield

@@ -57,10 +57,8 @@ class GraphSteps:
         self.losses = torch.zeros(self.ahead, dtype=torch.float64, device=device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)
         # Always the same stream: libraries keep a workspace of tens of megabytes for every stream that they have seen.
-        streams: dict[torch.device, torch.cuda.Stream] = STREAMS.__dict__.setdefault("known", {})
-        if device not in streams:
-            streams[device] = torch.cuda.Stream(device)
-        stream = streams[device]
+        streams = vars(STREAMS)
+        stream = streams[str(device)] = streams.get(str(device)) or torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
