@@ -16,7 +16,7 @@ from posthoc.base import CHUNK, Method
 from posthoc.collect import opened
 from posthoc.collect.loaders import iterate
 from posthoc.collect.outputs import Outputs
-from posthoc.errors import DataError, OptionError
+from posthoc.errors import OptionError
 from posthoc.evaluate import metrics as m
 from posthoc.evaluate.cost import synchronize
 from posthoc.evaluate.scores import Scores
@@ -56,8 +56,6 @@ def evaluate(method: Method, test: Outputs, *, ood: Outputs | None = None) -> di
         True
     """
     test, ood = opened(test), opened(ood)
-    if test.targets is None:
-        raise DataError("Expected targets to score the predictions by, got outputs without them.")
     require_ood_task(method.likelihood.task, ood)
     bare = score(MAP.beside(method), test, ood).figures
     return {**score(method, test, ood).figures, **{f"base_{name}": value for name, value in bare.items()}}

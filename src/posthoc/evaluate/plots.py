@@ -21,7 +21,7 @@ from posthoc.evaluate import metrics as m
 from posthoc.evaluate.evaluate import reliability, shown_intervals
 from posthoc.io import atomic_path
 from posthoc.optional import require
-from posthoc.predictive.base import Predictive
+from posthoc.predictive.base import By, Predictive
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,7 +98,7 @@ def intervals(
     return ax
 
 
-def risk_coverage(pred: Predictive, targets: Any, ax: Axes | None = None, *, by: m.Uncertainty = None) -> Axes:
+def risk_coverage(pred: Predictive, targets: Any, ax: Axes | None = None, *, by: By = None) -> Axes:
     """The error rate (or mean squared error) of the rows that are kept, for every share of rows kept.
 
     Args:

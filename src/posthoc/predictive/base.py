@@ -150,9 +150,7 @@ class LatentGaussian(Rows):
         dtype, variance = working_dtype(outputs), latent.variance
         scale = torch.ones_like(variance) if scale is None else scale.expand(variance.shape)
         variance = (variance * scale.square()).to(dtype).reshape(outputs.shape)
-        full = None
-        if covariance:
-            full = (latent.covariance() * scale[:, :, None] * scale[:, None, :]).to(dtype)
+        full = (latent.covariance() * scale[:, :, None] * scale[:, None, :]).to(dtype) if covariance else None
         return cls(outputs, variance, full, independent=latent.independent, has_variance=latent.has_variance)
 
     @classmethod

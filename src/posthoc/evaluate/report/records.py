@@ -106,23 +106,18 @@ def read_record(root: Path, place: Path) -> Record:
     return Record(
         path=place.as_posix(),
         experiment=experiment,
-        case=document.get("case") or "",
-        method=document["method"],
-        seed=document["seed"],
-        task=document["task"],
         title=document.get("title") or document["method"],
         figures=known,
         errors=finite(nested(document, "errors")),
         curves=curves,
-        examples=nested(document, "examples"),
-        selection=document.get("selection") or "",
         problem=problem,
         applies=document.get("applies", True),
         warnings=tuple(document.get("warnings") or ()),
         configuration=configuration,
         data=data,
-        versions=nested(document, "versions"),
-        machine=nested(document, "machine"),
+        **{name: document[name] for name in ("method", "seed", "task")},
+        **{name: document.get(name) or "" for name in ("case", "selection")},
+        **{name: nested(document, name) for name in ("examples", "versions", "machine")},
     )
 
 
