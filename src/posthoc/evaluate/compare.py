@@ -106,8 +106,8 @@ class Comparison:
 
     def notes(self) -> list[str]:
         """The methods without figures and why, those with the same reason together."""
-        without = [row for row in self.rows if row.error is not None]
-        reasons = group_by(without, lambda row: f"({'failed' if row.applies else 'does not apply'}): {row.error}")
+        failed = [row for row in self.rows if row.error is not None]
+        reasons = group_by(failed, lambda row: f"({'failed' if row.applies else 'does not apply'}): {row.error}")
         return [f"{', '.join(row.method for row in rows)} {reason}" for reason, rows in reasons.items()]
 
     def show(self, console: Any = None, title: str = "") -> None:
@@ -138,10 +138,9 @@ class Comparison:
         return f"Comparison({self.task}; {methods}; {len(self.rows) - len(self.figures)} without figures)"
 
     def _repr_html_(self) -> str:
-        columns = {"method": list(self.figures)} | {
-            column.heading: [tables.written(column, row.get(column.figure)) for row in self.estimates.values()]
-            for column in self.columns
-        }
+        columns, rows = {"method": list(self.figures)}, self.estimates.values()
+        for column in self.columns:
+            columns[column.heading] = [tables.written(column, row.get(column.figure)) for row in rows]
         return html_table(repr(self), columns, rows=len(self.rows))
 
 

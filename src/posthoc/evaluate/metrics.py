@@ -33,17 +33,17 @@ def log_loss(pred: Predictive, y: Any) -> Tensor:  # (N,)
 
 def confidence(pred: Predictive, y: Any = None) -> Tensor:  # (N,)
     """The probability of the predicted class."""
-    return class_log_probs(pred).gather(-1, predicted_class(pred)[:, None]).squeeze(-1).double().exp()
+    return pred.log_probs.gather(-1, pred.labels[:, None]).squeeze(-1).double().exp()
 
 
 def hit(pred: Predictive, y: Any) -> Tensor:  # (N,)
     """1 where the predicted class is the true one, else 0."""
-    return (predicted_class(pred) == class_labels(y, class_log_probs(pred))).double()
+    return (class_labels(y, pred.log_probs) == pred.labels).double()
 
 
 def squared_distance(pred: Predictive, y: Any) -> Tensor:  # (N,)
     """The Brier score, Σ_c (p_c - 1[y = c])²: from 0 to 2."""
-    labels = class_labels(y, class_log_probs(pred))
+    labels = class_labels(y, pred.log_probs)
     true = pred.log_probs.gather(-1, labels[:, None]).squeeze(-1).double().exp()
     all_squares = apply_by_rows(lambda part: part.log_probs.double().exp().square().sum(-1), pred)
     return all_squares - true.square() + (1.0 - true).square()
@@ -211,7 +211,7 @@ def cqm_of(below: Tensor) -> Tensor:
 
 def entropy_histogram(pred: Predictive, bins: int = 50) -> tuple[Tensor, Tensor]:  # (bins + 1,), (bins,)
     """The edges of equal bins of entropy from 0 to log C, and the number of points in each."""
-    return histogram(scores(partial(uncertainty, by="entropy"), pred), math.log(class_log_probs(pred).shape[1]), bins)
+    return histogram(scores(partial(uncertainty, by="entropy"), pred), math.log(pred.log_probs.shape[1]), bins)
 
 
 def histogram(values: Tensor, top: float, bins: int) -> tuple[Tensor, Tensor]:  # (bins + 1,), (bins,)
@@ -299,17 +299,6 @@ def scores(score: Score, pred: Predictive, y: Any = None) -> Tensor:  # (N,) or 
         name = getattr(score, "func", score).__name__
         raise DataError(f"The {name} is NaN in row {row} of the batch: look for NaN or no variance in its prediction.")
     return values
-
-
-def predicted_class(pred: Predictive) -> Tensor:  # (N,)
-    class_log_probs(pred)
-    return pred.probs.argmax(-1)
-
-
-def class_log_probs(pred: Predictive) -> Tensor:  # (N, C)
-    if not hasattr(pred, "log_probs"):
-        raise WrongTaskError(f"Expected predictions of classes, got a {type(pred).__name__}.")
-    return pred.log_probs
 
 
 def real_targets(pred: Predictive, y: Any) -> Tensor:  # as mean

@@ -23,8 +23,7 @@ SHOWN = 5
 
 
 class Checkpoint:
-    """A folder with the state of one run, written periodically: a run that was killed at any moment can be resumed, to
-    exactly the parameters that it would have had.
+    """A folder with the state of one run: a killed run can be resumed, to exactly the parameters it would have had.
 
     Args:
         folder: The folder, which is made if it is not there.
@@ -52,7 +51,7 @@ class Checkpoint:
             resumes = self.resume and self.path.exists()
             if not resumes and any(not entry.name.startswith(".") for entry in self.folder.iterdir()):
                 hint = "" if self.resume else "go on from there with --resume (resume=True), or "
-                found = f"found files in {self.folder}: {hint}name another"
+                found = f"found other files in {self.folder}: {hint}name another"
                 raise FileError(f"Expected an empty checkpoint folder, {found}.")
             for unfinished in self.folder.glob(f".{FILE}.*"):  # of a run that was killed while writing
                 unfinished.unlink()
@@ -65,8 +64,7 @@ class Checkpoint:
             FileError: If the folder has the checkpoint of another run.
         """
         self.run = json.loads(json.dumps(run))
-        saved = self.load()
-        if saved is None:
+        if (saved := self.load()) is None:
             return
         now, there = flattened(self.run), flattened(saved[1]["run"])
         differing = [name for name in now.keys() | there.keys() if now.get(name) != there.get(name)]
@@ -74,10 +72,9 @@ class Checkpoint:
             named = sorted(differing, key=lambda name: (name.count("."), name))[:SHOWN]
             values = [f"{name}: {now.get(name)!s:.80} now, {there.get(name)!s:.80} there" for name in named]
             more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
-            raise FileError(
-                f"Expected a checkpoint of this run, found one of another configuration or other data in {self.folder} "
-                f"({'; '.join(values)}{more}). Use the same options and data, or name another folder."
-            )
+            found = f"one of another configuration or other data in {self.folder} ({'; '.join(values)}{more})"
+            advice = "use the same options and data, or name another folder"
+            raise FileError(f"Expected a checkpoint of this run, found {found}: {advice}.")
 
     def save(self, tensors: dict[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Writes tensors, and what JSON can hold, in place of the previous ones."""

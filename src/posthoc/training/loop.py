@@ -1,7 +1,4 @@
-"""The training loop: blocks of steps, between which it validates, reports and writes checkpoints.
-
-It knows an objective and parameters, but not what they mean.
-"""
+"""The training loop: blocks of steps, between which it validates, reports and writes checkpoints."""
 
 from __future__ import annotations
 
@@ -74,8 +71,9 @@ class History:
         if self.losses:
             parts.append(f"last loss {self.losses[-1]:.4g}")
         if self.best_step is not None:
-            score = self.scores[self.best_step]
-            parts.append(f"best of {len(self.scores)} scores {score:.4g} at step {self.best_step}")
+            parts.append(
+                f"best of {len(self.scores)} scores {self.scores[self.best_step]:.4g} at step {self.best_step}"
+            )
         return f"History({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
@@ -147,17 +145,16 @@ def train(
             cuda_graph = on_gpu and source.fixed and ranks.alone and generator is None
         plain = PlainSteps(objective, optimizer, ranks, source.weight)
         steps = GraphSteps(plain, source.ahead) if cuda_graph else plain
-        if checkpoint is not None:
-            run.restore(checkpoint)
-        if run.step != ranks.agree(run.step):
-            raise TrainingError("Expected the same checkpoint for every process: name a folder that all can read.")
-        if run.step == 0 and score is not None:
-            run.evaluate(score, ranks)
         pauses = [source.ahead]
         if checkpoint is not None:
             pauses.append(checkpoint.every)
+            run.restore(checkpoint)
+        if run.step != ranks.agree(run.step):
+            raise TrainingError("Expected the same checkpoint for every process: name a folder that all can read.")
         if score is not None:
             pauses.append(options.eval_every)
+            if run.step == 0:
+                run.evaluate(score, ranks)
         shown = options.progress if ranks.first else False
         with torch.enable_grad(), progress_bar("fitting", options.steps, run.step, enabled=shown) as report:
             while run.step < options.steps and not run.exhausted(options.patience):

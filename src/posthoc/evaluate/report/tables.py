@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LOW, HIGH = -math.inf, math.inf
-
-
 decimals = "{:.4f}".format
 
 
@@ -89,9 +87,6 @@ COLUMNS = {
 """What is known of the usual figures, in their order."""
 
 
-# Columns.
-
-
 def column_of(figure: str) -> Column:
     """The usual column of a figure, or one for a figure that is not known."""
     if figure in COLUMNS:
@@ -151,10 +146,9 @@ def marked_cells(columns: Sequence[Column], rows: Rows, marks: Sequence[str], *,
     """The cells of each row, with the best and the second best of a column in their marks."""
     cells: dict[str, list[str]] = {name: [] for name in rows}
     for column in columns:
-        figure = column.figure
-        places = places_of(column, {name: row[figure] for name, row in rows.items() if figure in row})
+        places = places_of(column, {name: row[column.figure] for name, row in rows.items() if column.figure in row})
         for name, row in rows.items():
-            cells[name].append(marks[places.get(name, 0)].format(written(column, row.get(figure), error=error)))
+            cells[name].append(marks[places.get(name, 0)].format(written(column, row.get(column.figure), error=error)))
     return cells
 
 
