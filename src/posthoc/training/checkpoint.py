@@ -19,7 +19,7 @@ from posthoc.validation import integer
 FILE = "checkpoint.safetensors"
 FORMAT = "posthoc-checkpoint"
 SHOWN = 5
-"""How many differences between two runs an error names."""
+"""The most differences between two runs that an error names."""
 
 
 class Checkpoint:
@@ -71,8 +71,7 @@ class Checkpoint:
         if differing:
             named = sorted(differing, key=lambda name: (name.count("."), name))[:SHOWN]
             values = [f"{name}: {now.get(name)!s:.80} now, {there.get(name)!s:.80} there" for name in named]
-            more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
-            found = f"one of another configuration or other data in {self.folder} ({'; '.join(values)}{more})"
+            found = f"one of another configuration or other data in {self.folder} ({'; '.join(values)})"
             advice = "use the same options and data, or name another folder"
             raise FileError(f"Expected a checkpoint of this run, found {found}: {advice}.")
 

@@ -71,9 +71,8 @@ class History:
         if self.losses:
             parts.append(f"last loss {self.losses[-1]:.4g}")
         if self.best_step is not None:
-            parts.append(
-                f"best of {len(self.scores)} scores {self.scores[self.best_step]:.4g} at step {self.best_step}"
-            )
+            score = self.scores[self.best_step]
+            parts.append(f"best of {len(self.scores)} scores {score:.4g} at step {self.best_step}")
         return f"History({', '.join(parts)})"
 
     def _repr_html_(self) -> str:

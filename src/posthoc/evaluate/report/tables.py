@@ -157,8 +157,7 @@ def rich_table(columns: Sequence[Column], rows: Rows, title: str = "") -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    caption = "¹ best, ² second best"
-    table = Table("", title=title or None, title_justify="left", caption=caption, caption_justify="left")
+    table = Table("", title=title, title_justify="left", caption="¹ best, ² second best", caption_justify="left")
     for column in columns:
         table.add_column(column.heading, justify="right")
     marks = ("{} ", "[bold green]{}¹[/]", "[underline]{}²[/]")
