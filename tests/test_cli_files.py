@@ -169,7 +169,7 @@ def test_options_from_a_file_and_from_the_line(folder: Path) -> None:
         ("predict head.safetensors narrow.npz -o p.csv", "Expected features of width 6 as in fit, got 3"),
         ("predict head.safetensors reals.npz -o p.csv", r"outputs of shape"),
         ("predict classes.npz classes.npz -o p.csv", "Expected a head that posthoc saved"),
-        ("evaluate head.safetensors odd.npz", "Expected targets to score"),
+        ("evaluate head.safetensors odd.npz", "Expected targets: batches"),
         ("evaluate none classes.npz", "found no file at none"),
         ("evaluate head.safetensors classes.npz --json odd.npz", "there already"),
         ("fit classes.npz -o h --set kernel={type='sum'}", "kernel 'sum' with options of left, right"),

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 Report = Callable[..., None]
 """Called as report(done) or report(done, note)."""
@@ -30,7 +30,7 @@ def progress_bar(
         task: what is being done, e.g. "fitting".
         total: how much there is to do, or None if it is not known.
         done: how much is done already.
-        unit: what is counted; "bytes" are shown as megabytes.
+        unit: what is counted.
         enabled: True shows a bar, False nothing. By default there is a bar on a terminal, and elsewhere a line every
             ten seconds at level INFO of the logger "posthoc".
 
@@ -46,11 +46,8 @@ def progress_bar(
         yield lambda done, note="": None
         return
     try:
-        if bar:
-            with rich_bar(task, total, done, unit) as report:
-                yield report
-        else:
-            yield log_lines(task, total, done, unit)
+        with rich_bar(task, total, done, unit) if bar else nullcontext(log_lines(task, total, done, unit)) as report:
+            yield report
     finally:
         ONE_BAR.release()
 
@@ -64,15 +61,9 @@ def rich_bar(task: str, total: int | None, done: int, unit: str) -> Iterator[Rep
         def render(self, task: progress.Task) -> str:
             return f"{task.speed:,.0f} {unit}/s" if task.speed else ""
 
-    counts = (
-        (progress.DownloadColumn(), progress.TransferSpeedColumn())
-        if unit == "bytes"
-        else (progress.MofNCompleteColumn(), Rate())
-    )
-    note = progress.TextColumn("{task.fields[note]}")
-    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), *counts, note)
-    remaining = progress.TimeRemainingColumn()
-    with progress.Progress(*columns, remaining, console=Console(stderr=True), transient=sys.stderr.isatty()) as bar:
+    first = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(), Rate())
+    last = (progress.TextColumn("{task.fields[note]}"), progress.TimeRemainingColumn())
+    with progress.Progress(*first, *last, console=Console(stderr=True), transient=sys.stderr.isatty()) as bar:
         shown = bar.add_task(task, total=total, completed=done, note="")
         yield lambda done, note="": bar.update(shown, completed=done, note=note)
 

@@ -1,8 +1,4 @@
-"""How good predictions are: metrics, scores of a fitted method, comparisons of methods, plots and reports.
-
-`metrics` and `scores` are figures; `evaluate` scores one method, `compare` several; `plots` draws on matplotlib;
-`report` writes a page of results.
-"""
+"""How good predictions are: metrics, scores of a fitted method, comparisons of methods, plots and reports."""
 
 from posthoc.evaluate.compare import Comparison, compare
 from posthoc.evaluate.evaluate import Evaluation, evaluate, score

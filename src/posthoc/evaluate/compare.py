@@ -23,7 +23,7 @@ from posthoc.errors import DataError, LayerError, MissingExtraError, OptionError
 from posthoc.evaluate.cost import measured
 from posthoc.evaluate.evaluate import require_ood_task, score
 from posthoc.evaluate.report import tables
-from posthoc.evaluate.report.summary import Estimate
+from posthoc.evaluate.report.summary import Estimate, group_by
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.registry import make_likelihood
 from posthoc.methods import REGISTRY, method_named
@@ -106,11 +106,9 @@ class Comparison:
 
     def notes(self) -> list[str]:
         """The methods without figures and why, those with the same reason together."""
-        methods: dict[str, list[str]] = {}
-        for row in (row for row in self.rows if row.error is not None):
-            reason = f"({'failed' if row.applies else 'does not apply'}): {row.error}"
-            methods.setdefault(reason, []).append(row.method)
-        return [f"{', '.join(names)} {reason}" for reason, names in methods.items()]
+        failed = [row for row in self.rows if row.error is not None]
+        reasons = group_by(failed, lambda row: f"({'failed' if row.applies else 'does not apply'}): {row.error}")
+        return [f"{', '.join(row.method for row in rows)} {reason}" for reason, rows in reasons.items()]
 
     def show(self, console: Any = None, title: str = "") -> None:
         """Prints the table, then the methods without figures and why.
@@ -140,10 +138,9 @@ class Comparison:
         return f"Comparison({self.task}; {methods}; {len(self.rows) - len(self.figures)} without figures)"
 
     def _repr_html_(self) -> str:
-        columns = {"method": list(self.figures)} | {
-            column.heading: [tables.written(column, row.get(column.figure)) for row in self.estimates.values()]
-            for column in self.columns
-        }
+        columns, rows = {"method": list(self.figures)}, self.estimates.values()
+        for column in self.columns:
+            columns[column.heading] = [tables.written(column, row.get(column.figure)) for row in rows]
         return html_table(repr(self), columns, rows=len(self.rows))
 
 

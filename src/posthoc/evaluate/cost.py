@@ -30,8 +30,8 @@ class Cost:
 def measured(device: torch.device | None) -> Iterator[Cost]:
     """The cost of the block.
 
-    Memory is the GPU's if the device is one, else this process's. Memory that the process freed before and kept is used
-    again without being counted, so that only a fresh process shows all of it.
+    Memory is the GPU's if the device is one, else this process's; outside Linux the process's peak is that since its
+    beginning. Memory that it freed before and kept is not counted again: only a fresh process shows all of it.
 
     Example:
         >>> with measured(None) as cost:
@@ -39,35 +39,25 @@ def measured(device: torch.device | None) -> Iterator[Cost]:
         >>> cost.seconds > 0
         True
     """
-    cost = Cost()
+    cost, on_gpu = Cost(), device is not None and device.type == "cuda"
     synchronize(device)
-    before = restart_peak(device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError):  # resets the process's peak; some containers do not allow it, other systems do not have it
+        CLEAR.write_text("5", encoding="ascii")
+    before = torch.cuda.memory_allocated(device) if on_gpu else process_memory("VmRSS")
     begin = time.perf_counter()
     yield cost
     synchronize(device)
     cost.seconds = time.perf_counter() - begin
-    peak = torch.cuda.max_memory_allocated(device) if on_gpu(device) else process_memory("VmHWM")
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else process_memory("VmHWM")
     cost.memory = max(0, peak - before) if peak is not None and before is not None else None
-
-
-def on_gpu(device: torch.device | None) -> bool:
-    return device is not None and device.type == "cuda"
 
 
 def synchronize(device: torch.device | None) -> None:
     """Waits until a GPU has finished its work."""
-    if on_gpu(device):
+    if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def restart_peak(device: torch.device | None) -> int | None:
-    """The bytes held now. Peaks are measured from here on, on a GPU and on Linux; elsewhere since the process began."""
-    if on_gpu(device):
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    with suppress(OSError):  # some containers do not allow it, other systems do not have it
-        CLEAR.write_text("5", encoding="ascii")
-    return process_memory("VmRSS")
 
 
 def process_memory(name: str) -> int | None:

@@ -16,7 +16,7 @@ from posthoc.base import CHUNK, Method
 from posthoc.collect import opened
 from posthoc.collect.loaders import iterate
 from posthoc.collect.outputs import Outputs
-from posthoc.errors import DataError, OptionError
+from posthoc.errors import OptionError
 from posthoc.evaluate import metrics as m
 from posthoc.evaluate.cost import synchronize
 from posthoc.evaluate.scores import Scores
@@ -56,8 +56,6 @@ def evaluate(method: Method, test: Outputs, *, ood: Outputs | None = None) -> di
         True
     """
     test, ood = opened(test), opened(ood)
-    if test.targets is None:
-        raise DataError("Expected targets to score the predictions by, got outputs without them.")
     require_ood_task(method.likelihood.task, ood)
     bare = score(MAP.beside(method), test, ood).figures
     return {**score(method, test, ood).figures, **{f"base_{name}": value for name, value in bare.items()}}
@@ -123,34 +121,27 @@ def require_ood_task(task: str, ood: Any) -> None:
         raise OptionError("Out-of-distribution data are for classification: leave them out for regression.")
 
 
-# Scores that only curves and examples need.
-
-
 def details(pred: Predictive, y: Any) -> Tensor:  # (N, 2) or (N, ..., 4) or (N, 0)
     """Predicted class and target; or target, mean and the ends of the interval; or nothing, for another task."""
     if hasattr(pred, "log_probs"):
-        return torch.stack([m.predicted_class(pred), class_labels(y, pred.log_probs)], -1)
+        return torch.stack([pred.labels, class_labels(y, pred.log_probs)], -1)
     if hasattr(pred, "interval"):
         return torch.stack([m.real_targets(pred, y).double(), pred.mean.double(), *pred.interval(LEVEL)], -1)
     return torch.zeros(len(pred), 0)
 
 
-# Curves.
-
-
 def entropies(entropy: Tensor, outside: Tensor | None, classes: int) -> Curve:
     """Shares of the test data, and of out-of-distribution data if there are any, in bins of entropy."""
     top = math.log(classes)
-    curve = {"edges": m.histogram(entropy, top, ENTROPY_BINS)[0].tolist()}
-    for name, values in (("in", entropy), ("out", outside)):
-        if values is not None:
-            curve[name] = (m.histogram(values, top, ENTROPY_BINS)[1].double() / len(values)).tolist()
+    edges, counts = m.histogram(entropy, top, ENTROPY_BINS)
+    curve = {"edges": edges.tolist(), "in": (counts.double() / len(entropy)).tolist()}
+    if outside is not None:
+        curve["out"] = (m.histogram(outside, top, ENTROPY_BINS)[1].double() / len(outside)).tolist()
     return curve
 
 
 def reliability(confidence: Tensor, hits: Tensor, bins: int = CONFIDENCE_BINS) -> Curve:
-    """Mean confidence and accuracy in bins of equal width (None in an empty bin), the share and the number of points
-    in each."""
+    """Mean confidence and accuracy by bins of equal width (None if empty), and the share and number of points."""
     points, *sums = confidence_bins(confidence, hits, bins)
     means = [[float(total / n) if n else None for total, n in zip(each, points, strict=True)] for each in sums]
     share, count = (points / len(hits)).tolist(), points.tolist()

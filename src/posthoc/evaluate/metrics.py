@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posthoc.errors import DataError, OptionError, WrongTaskError
-from posthoc.predictive.base import Predictive, apply_by_rows, row_means
+from posthoc.errors import DataError, WrongTaskError
+from posthoc.predictive.base import By, Predictive, apply_by_rows, row_means
 from posthoc.predictive.calibration_error import expected_calibration_error
 from posthoc.validation import class_labels, integer, regression_targets
 
 Score = Callable[[Predictive, Any], Tensor]
-Uncertainty = str | Callable[[Predictive], Tensor] | None
 
 
 # Scores: one number a row.
@@ -34,17 +33,17 @@ def log_loss(pred: Predictive, y: Any) -> Tensor:  # (N,)
 
 def confidence(pred: Predictive, y: Any = None) -> Tensor:  # (N,)
     """The probability of the predicted class."""
-    return class_log_probs(pred).gather(-1, predicted_class(pred)[:, None]).squeeze(-1).double().exp()
+    return pred.log_probs.gather(-1, pred.labels[:, None]).squeeze(-1).double().exp()
 
 
 def hit(pred: Predictive, y: Any) -> Tensor:  # (N,)
     """1 where the predicted class is the true one, else 0."""
-    return (predicted_class(pred) == class_labels(y, class_log_probs(pred))).double()
+    return (class_labels(y, pred.log_probs) == pred.labels).double()
 
 
 def squared_distance(pred: Predictive, y: Any) -> Tensor:  # (N,)
     """The Brier score, Σ_c (p_c - 1[y = c])²: from 0 to 2."""
-    labels = class_labels(y, class_log_probs(pred))
+    labels = class_labels(y, pred.log_probs)
     true = pred.log_probs.gather(-1, labels[:, None]).squeeze(-1).double().exp()
     all_squares = apply_by_rows(lambda part: part.log_probs.double().exp().square().sum(-1), pred)
     return all_squares - true.square() + (1.0 - true).square()
@@ -90,7 +89,7 @@ def interval_width(pred: Predictive, y: Any, level: float) -> Tensor:  # (N,)
     return row_means(upper.double() - lower.double())
 
 
-def uncertainty(pred: Predictive, y: Any = None, by: Uncertainty = None) -> Tensor:  # (N,)
+def uncertainty(pred: Predictive, y: Any = None, by: By = None) -> Tensor:  # (N,)
     """`pred.uncertainty(by)`, by default the entropy of classes or the standard deviation of real numbers."""
     return pred.uncertainty(by)
 
@@ -183,12 +182,12 @@ def crps_of_draws(draws: Tensor, y: Any, *, fair: bool = False) -> Tensor:  # (N
 
 def coverage(pred: Predictive, y: Any, level: float = 0.95) -> Tensor:
     """The share of targets inside the central interval of the given level; best is the level itself."""
-    return scores(partial(covered, level=between_0_and_1(level)), pred, y).mean()
+    return scores(partial(covered, level=level), pred, y).mean()
 
 
 def width(pred: Predictive, y: Any, level: float = 0.95) -> Tensor:
     """The mean width of the central interval of the given level: smaller is better if the coverage is right."""
-    return scores(partial(interval_width, level=between_0_and_1(level)), pred, y).mean()
+    return scores(partial(interval_width, level=level), pred, y).mean()
 
 
 def cqm(pred: Predictive, y: Any) -> Tensor:
@@ -212,7 +211,7 @@ def cqm_of(below: Tensor) -> Tensor:
 
 def entropy_histogram(pred: Predictive, bins: int = 50) -> tuple[Tensor, Tensor]:  # (bins + 1,), (bins,)
     """The edges of equal bins of entropy from 0 to log C, and the number of points in each."""
-    return histogram(scores(partial(uncertainty, by="entropy"), pred), math.log(class_log_probs(pred).shape[1]), bins)
+    return histogram(scores(partial(uncertainty, by="entropy"), pred), math.log(pred.log_probs.shape[1]), bins)
 
 
 def histogram(values: Tensor, top: float, bins: int) -> tuple[Tensor, Tensor]:  # (bins + 1,), (bins,)
@@ -222,7 +221,7 @@ def histogram(values: Tensor, top: float, bins: int) -> tuple[Tensor, Tensor]:  
     return edges, torch.bincount((values * (bins / top)).long().clamp(0, bins - 1), minlength=bins)
 
 
-def risk_coverage(pred: Predictive, y: Any, by: Uncertainty = None) -> tuple[Tensor, Tensor]:  # (N,), (N,)
+def risk_coverage(pred: Predictive, y: Any, by: By = None) -> tuple[Tensor, Tensor]:  # (N,), (N,)
     """The risk that remains if the most uncertain points are withheld, for every share of points kept.
 
     Args:
@@ -237,7 +236,7 @@ def risk_coverage(pred: Predictive, y: Any, by: Uncertainty = None) -> tuple[Ten
     return torch.arange(1, len(risk) + 1, dtype=risk.dtype, device=risk.device) / len(risk), risk
 
 
-def aurc(pred: Predictive, y: Any, by: Uncertainty = None) -> Tensor:
+def aurc(pred: Predictive, y: Any, by: By = None) -> Tensor:
     """The area under the risk-coverage curve: the mean risk over the N coverages (see `risk_coverage`)."""
     return risk_coverage(pred, y, by)[1].mean()
 
@@ -253,7 +252,7 @@ def selective_risk(score: Tensor, loss: Tensor) -> Tensor:  # (N,)
     return mean_loss.repeat_interleave(size).cumsum(0) / kept
 
 
-def ood_detection(pred: Predictive, outside: Predictive, by: Uncertainty = None) -> dict[str, Tensor]:
+def ood_detection(pred: Predictive, outside: Predictive, by: By = None) -> dict[str, Tensor]:
     """Detection of out-of-distribution data, the positives, by an uncertainty.
 
     Args:
@@ -302,17 +301,6 @@ def scores(score: Score, pred: Predictive, y: Any = None) -> Tensor:  # (N,) or 
     return values
 
 
-def predicted_class(pred: Predictive) -> Tensor:  # (N,)
-    class_log_probs(pred)
-    return pred.probs.argmax(-1)
-
-
-def class_log_probs(pred: Predictive) -> Tensor:  # (N, C)
-    if not hasattr(pred, "log_probs"):
-        raise WrongTaskError(f"Expected predictions of classes, got a {type(pred).__name__}.")
-    return pred.log_probs
-
-
 def real_targets(pred: Predictive, y: Any) -> Tensor:  # as mean
     if not hasattr(pred, "interval"):
         raise WrongTaskError(f"Expected the predictions of a regression, got a {type(pred).__name__}.")
@@ -322,9 +310,3 @@ def real_targets(pred: Predictive, y: Any) -> Tensor:  # as mean
 def errors(pred: Predictive, y: Any) -> Tensor:  # as mean
     """Target minus mean, in float64."""
     return real_targets(pred, y).double() - pred.mean.double()
-
-
-def between_0_and_1(level: float) -> float:
-    if not 0.0 < level < 1.0:
-        raise OptionError(f"Expected level strictly between 0 and 1, got {level} (0.95 means 95 %).")
-    return level

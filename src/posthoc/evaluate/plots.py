@@ -21,7 +21,7 @@ from posthoc.evaluate import metrics as m
 from posthoc.evaluate.evaluate import reliability, shown_intervals
 from posthoc.io import atomic_path
 from posthoc.optional import require
-from posthoc.predictive.base import Predictive
+from posthoc.predictive.base import By, Predictive
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,7 +98,7 @@ def intervals(
     return ax
 
 
-def risk_coverage(pred: Predictive, targets: Any, ax: Axes | None = None, *, by: m.Uncertainty = None) -> Axes:
+def risk_coverage(pred: Predictive, targets: Any, ax: Axes | None = None, *, by: By = None) -> Axes:
     """The error rate (or mean squared error) of the rows that are kept, for every share of rows kept.
 
     Args:
@@ -164,8 +164,7 @@ def quantile_calibration(pred: Predictive, targets: Any, ax: Axes | None = None,
     half = 1.96 * math.sqrt((bins - 1) / len(below))
     ax.axhspan(max(0.0, 1 - half), 1 + half, color=SOFT, alpha=0.18, linewidth=0)
     ax.axhline(1.0, color=SOFT, linestyle="dashed", linewidth=1)
-    ax.set(xlabel="predicted probability of a value below the target", ylabel="density", xlim=(0, 1))
-    ax.set_ylim(bottom=0)
+    ax.set(xlabel="predicted probability of a value below the target", ylabel="density", xlim=(0, 1), ylim=(0, None))
     return ax
 
 
@@ -184,9 +183,6 @@ def prediction_bands(
     ax.legend(labels, frameon=False, fontsize=8, loc="lower right")
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png")
-
-
-# Curves drawn into axes.
 
 
 def draw_reliability(ax: Axes, curve: Curve) -> None:

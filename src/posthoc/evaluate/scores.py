@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -143,19 +143,17 @@ class Scores:
             for parts, values in zip(kept.values(), batch, strict=True):
                 parts.append(values)
 
-    def _applicable(self) -> list[tuple[str, Metric, list[Tensor]]]:
+    def _applicable(self) -> Iterator[tuple[str, Metric, list[Tensor]]]:
         """Metrics with the columns they take; those of out-of-distribution data only where there are such data."""
         inside = {score: gathered(parts) for score, parts in self._inside.items()}
         outside = {score: gathered(parts) for score, parts in self._outside.items()}
         if not all(map(len, inside.values())):
             raise DataError("Expected some data before Scores.compute(), got none: call update first.")
-        metrics = []
         for name, metric in self.metrics.items():
             sides = (inside, outside) if metric.detects else (inside,)
             columns = [side[score] for side in sides for score in metric.scores]
             if all(map(len, columns)):
-                metrics.append((name, metric, columns))
-        return metrics
+                yield name, metric, columns
 
 
 def bootstrap_error(metric: Metric, columns: list[Tensor], generator: torch.Generator) -> float:

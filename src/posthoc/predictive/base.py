@@ -150,9 +150,7 @@ class LatentGaussian(Rows):
         dtype, variance = working_dtype(outputs), latent.variance
         scale = torch.ones_like(variance) if scale is None else scale.expand(variance.shape)
         variance = (variance * scale.square()).to(dtype).reshape(outputs.shape)
-        full = None
-        if covariance:
-            full = (latent.covariance() * scale[:, :, None] * scale[:, None, :]).to(dtype)
+        full = (latent.covariance() * scale[:, :, None] * scale[:, None, :]).to(dtype) if covariance else None
         return cls(outputs, variance, full, independent=latent.independent, has_variance=latent.has_variance)
 
     @classmethod
@@ -172,10 +170,9 @@ class LatentGaussian(Rows):
         # One draw at a time: all of them in float64 would be many times their size.
         mean = reduce(torch.add, (f.double() for f in draws)) / len(draws)
         variance = reduce(torch.add, ((f.double() - mean).square() for f in draws)) / len(draws)
-        full = None
-        if covariance:
-            deviations = ((f.double() - mean).reshape(len(mean), -1) for f in draws)
-            full = (reduce(torch.add, (d[:, :, None] * d[:, None, :] for d in deviations)) / len(draws)).to(dtype)
+        deviations = ((f.double() - mean).reshape(len(mean), -1) for f in draws)
+        products = (d[:, :, None] * d[:, None, :] for d in deviations)
+        full = (reduce(torch.add, products) / len(draws)).to(dtype) if covariance else None
         by_row = draws.transpose(0, 1).to(dtype)
         return cls(mean.to(dtype), variance.to(dtype), full, independent=False, draws=by_row)
 

@@ -89,8 +89,7 @@ class ClassificationPredictive(Predictive):
             factor: The factors, (N, 1).
         """
         dtype, square, full = self.log_probs.dtype, factor.square(), self.latent.full_covariance
-        if full is not None:
-            full = (full * square[:, :, None]).to(dtype)
+        full = (full * square[:, :, None]).to(dtype) if full is not None else None
         latent = replace(self.latent, variance=(self.latent.variance * square).to(dtype), full_covariance=full)
         log_probs = (self.log_probs.double() / factor).log_softmax(-1).to(dtype)
         return replace(self, latent=latent, log_probs=log_probs, temperature=(self.temperature * factor).to(dtype))
@@ -107,8 +106,7 @@ class ClassificationPredictive(Predictive):
             generator: The source of randomness; the default is seeded, so that equal calls give equal results.
 
         Returns:
-            The part of the entropy that is due to uncertainty about the function. Zeros, with a warning, if the method
-            gives the logits no variance.
+            The part of the entropy that is due to the function; zeros, with a warning, if the logits have no variance.
         """
         samples = integer("samples", samples, 1)
         if not self.latent.has_variance:

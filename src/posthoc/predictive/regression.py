@@ -22,8 +22,7 @@ class RegressionPredictive(Predictive):
     """The distribution of a new observation at each of N points, in the user's units: mean + std · z, where z is
     Gaussian or follows a mixture of normals.
 
-    Several outputs are taken as independent by `log_prob`, as in training; only `covariance` and `sample` use their
-    covariance, where it was computed.
+    `log_prob` takes several outputs as independent; `covariance` and `sample` use their covariance if it is there.
 
     Args:
         latent: The Gaussian over the network's function; its mean is the network's output, bit for bit.
@@ -123,17 +122,14 @@ class RegressionPredictive(Predictive):
         return density.flatten(1).sum(-1) if density.ndim > 1 else density
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
-        """Draws of new observations, (n, N, ...). If the covariance across outputs is there, draws have it, and follow
-        each output's mixture only approximately."""
+        """Draws of new observations, (n, N, ...). Those with a covariance follow the mixtures only approximately."""
         n = integer("n, the number of draws,", n, 1)
         shape = (n, *self.mean.shape)
         if self.latent.draws is not None:
             values = self.latent.sample(n, generator)
             return values + self.noise.sqrt() * standard_normal(shape, values, generator)
-        if self.residuals is None:
-            z = standard_normal(shape, self.mean, generator)
-        else:
-            z = self.residuals.sample(shape, generator).to(working_dtype(self.mean))
+        mixture, dtype = self.residuals, working_dtype(self.mean)
+        z = mixture.sample(shape, generator).to(dtype) if mixture else standard_normal(shape, self.mean, generator)
         if self.latent.full_covariance is None:
             return self.mean + self.std * z
         return self.mean + correlate(self.covariance, z.reshape(n, len(self), -1)).reshape(z.shape)

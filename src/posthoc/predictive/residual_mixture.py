@@ -1,6 +1,4 @@
-"""`ResidualMixture`: the distribution of standardized residuals z = (y - mean) / std, a mixture of normals that all
-points share. Its mean is zero, since the predictive mean is the network's output.
-"""
+"""`ResidualMixture`: the distribution of standardized residuals z = (y - mean) / std, a mixture of normals."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ NEWTON_STEPS = 200
 
 
 def by_rows(function: Callable[[ResidualMixture, Tensor], Tensor]) -> Callable[[ResidualMixture, Tensor], Tensor]:
-    """Applies a function of values (n, C, 1) that returns (n, C) to values (..., C), some rows at a time, so that the
-    tensor of values and normals stays small."""
+    """Applies a function from (n, C, 1) to (n, C) to values (..., C), some rows at a time, to save memory."""
 
     @wraps(function)
     def wrapped(self: ResidualMixture, values: Tensor) -> Tensor:
@@ -51,7 +48,7 @@ def by_rows(function: Callable[[ResidualMixture, Tensor], Tensor]) -> Callable[[
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ResidualMixture:
-    """For each of C outputs the mixture Σ_k weights_k N(shifts_k, spreads_k²), with mean zero.
+    """For each of C outputs the mixture Σ_k weights_k N(shifts_k, spreads_k²), with mean zero, for all points.
 
     Values have shape (..., C), or any shape if C is 1; results are float64.
 

@@ -19,12 +19,11 @@ from posthoc.validation import integer
 FILE = "checkpoint.safetensors"
 FORMAT = "posthoc-checkpoint"
 SHOWN = 5
-"""How many differences between two runs an error names."""
+"""The most differences between two runs that an error names."""
 
 
 class Checkpoint:
-    """A folder with the state of one run, written periodically: a run that was killed at any moment can be resumed, to
-    exactly the parameters that it would have had.
+    """A folder with the state of one run: a killed run can be resumed, to exactly the parameters it would have had.
 
     Args:
         folder: The folder, which is made if it is not there.
@@ -52,10 +51,8 @@ class Checkpoint:
             resumes = self.resume and self.path.exists()
             if not resumes and any(not entry.name.startswith(".") for entry in self.folder.iterdir()):
                 hint = "" if self.resume else "go on from there with --resume (resume=True), or "
-                raise FileError(
-                    f"Expected an empty checkpoint folder{', or one with a checkpoint' if self.resume else ''}, found "
-                    f"other files in {self.folder}: {hint}name another folder."
-                )
+                found = f"found other files in {self.folder}: {hint}name another"
+                raise FileError(f"Expected an empty checkpoint folder, {found}.")
             for unfinished in self.folder.glob(f".{FILE}.*"):  # of a run that was killed while writing
                 unfinished.unlink()
             yield
@@ -67,19 +64,16 @@ class Checkpoint:
             FileError: If the folder has the checkpoint of another run.
         """
         self.run = json.loads(json.dumps(run))
-        saved = self.load()
-        if saved is None:
+        if (saved := self.load()) is None:
             return
         now, there = flattened(self.run), flattened(saved[1]["run"])
         differing = [name for name in now.keys() | there.keys() if now.get(name) != there.get(name)]
         if differing:
             named = sorted(differing, key=lambda name: (name.count("."), name))[:SHOWN]
             values = [f"{name}: {now.get(name)!s:.80} now, {there.get(name)!s:.80} there" for name in named]
-            more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
-            raise FileError(
-                f"Expected a checkpoint of this run, found one of another configuration or other data in {self.folder} "
-                f"({'; '.join(values)}{more}). Use the same options and data, or name another folder."
-            )
+            found = f"one of another configuration or other data in {self.folder} ({'; '.join(values)})"
+            advice = "use the same options and data, or name another folder"
+            raise FileError(f"Expected a checkpoint of this run, found {found}: {advice}.")
 
     def save(self, tensors: dict[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Writes tensors, and what JSON can hold, in place of the previous ones."""

@@ -52,15 +52,14 @@ class GraphSteps:
     def _capture(self, block: Block, lrs: list[float]) -> torch.cuda.CUDAGraph:
         optimizer = self.plain.optimizer
         before, device = optimizer.snapshot(), optimizer.values[0].device
-        self.block = block.map(lambda t: torch.zeros(self.ahead, *t.shape[1:], dtype=t.dtype, device=t.device))
+        self.places: list[Tensor] = []
+        self.block = block.map(self._new_place)
         self.lrs = torch.zeros(self.ahead, device=device)
         self.losses = torch.zeros(self.ahead, dtype=torch.float64, device=device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)
         # Always the same stream: libraries keep a workspace of tens of megabytes for every stream that they have seen.
-        streams: dict[torch.device, torch.cuda.Stream] = STREAMS.__dict__.setdefault("known", {})
-        if device not in streams:
-            streams[device] = torch.cuda.Stream(device)
-        stream = streams[device]
+        streams = vars(STREAMS)
+        stream = streams[str(device)] = streams.get(str(device)) or torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
@@ -75,17 +74,14 @@ class GraphSteps:
         optimizer.restore(before)
         return graph
 
+    def _new_place(self, t: Tensor) -> Tensor:
+        self.places.append(torch.zeros(self.ahead, *t.shape[1:], dtype=t.dtype, device=t.device))
+        return self.places[-1]
+
     @torch.no_grad()
     def _place(self, block: Block, lrs: list[float]) -> None:
-        given: list[Tensor] = []
-
-        def note(tensor: Tensor) -> Tensor:
-            given.append(tensor)
-            return tensor
-
-        block.map(note)
-        rest = iter(given)
-        self.block.map(lambda place: place[: len(lrs)].copy_(next(rest)))
+        places = iter(self.places)
+        block.map(lambda t: next(places)[: len(lrs)].copy_(t))
         self.lrs[: len(lrs)].copy_(torch.tensor(lrs))
         self.at.zero_()
 

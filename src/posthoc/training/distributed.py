@@ -70,10 +70,9 @@ def peers() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        raise TrainingError(
-            f"Lost touch with another process of this run ({str(error).splitlines()[0]}): it has failed or was killed. "
-            "See what it printed, and start all of them again; with --checkpoint and --resume they go on from there."
-        ) from error
+        reason = f"({str(error).splitlines()[0]}): it has failed or was killed"
+        advice = "See what it printed, and start all again; with --checkpoint and --resume they go on from there."
+        raise TrainingError(f"Lost touch with another process of this run {reason}. {advice}") from error
 
 
 @contextmanager

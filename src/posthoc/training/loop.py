@@ -1,7 +1,4 @@
-"""The training loop: blocks of steps, between which it validates, reports and writes checkpoints.
-
-It knows an objective and parameters, but not what they mean.
-"""
+"""The training loop: blocks of steps, between which it validates, reports and writes checkpoints."""
 
 from __future__ import annotations
 
@@ -89,7 +86,6 @@ class Block(Protocol):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The block with `change` applied to each tensor."""
-        ...
 
 
 class Source(Protocol):
@@ -104,7 +100,6 @@ class Source(Protocol):
 
     def block(self, step: int, count: int) -> Block:
         """The batches of `count` steps, from `step` on."""
-        ...
 
 
 def train(
@@ -149,19 +144,16 @@ def train(
             cuda_graph = on_gpu and source.fixed and ranks.alone and generator is None
         plain = PlainSteps(objective, optimizer, ranks, source.weight)
         steps = GraphSteps(plain, source.ahead) if cuda_graph else plain
-        if checkpoint is not None:
-            run.restore(checkpoint)
-        if run.step != ranks.agree(run.step):
-            raise TrainingError(
-                "Expected the same checkpoint for every process: its folder must be one that all can read."
-            )
-        if run.step == 0 and score is not None:
-            run.evaluate(score, ranks)
         pauses = [source.ahead]
         if checkpoint is not None:
             pauses.append(checkpoint.every)
+            run.restore(checkpoint)
+        if run.step != ranks.agree(run.step):
+            raise TrainingError("Expected the same checkpoint for every process: name a folder that all can read.")
         if score is not None:
             pauses.append(options.eval_every)
+            if run.step == 0:
+                run.evaluate(score, ranks)
         shown = options.progress if ranks.first else False
         with torch.enable_grad(), progress_bar("fitting", options.steps, run.step, enabled=shown) as report:
             while run.step < options.steps and not run.exhausted(options.patience):
@@ -170,10 +162,8 @@ def train(
                 losses = steps.run(source.block(start, stop - start), lrs)
                 for step, loss in enumerate(losses, start + 1):
                     if not math.isfinite(loss):
-                        raise TrainingError(
-                            f"The loss became {loss} at step {step} of {options.steps}. "
-                            f"Lower the learning rate (it is {options.lr}), or check the data for extreme values."
-                        )
+                        advice = f"Lower the learning rate (it is {options.lr}), or check the data for extreme values."
+                        raise TrainingError(f"The loss became {loss} at step {step} of {options.steps}. {advice}")
                 run.history.losses += losses
                 run.step = stop
                 report(stop, f"loss {losses[-1]:.4f}")
@@ -193,9 +183,7 @@ def train(
 class PlainSteps:
     """Ordinary steps: loss, gradient, sum over the ranks, Adam."""
 
-    def __init__(
-        self, objective: Callable[[Any], Tensor], optimizer: FlatAdam, ranks: Ranks, weight: float = 1.0
-    ) -> None:
+    def __init__(self, objective: Callable[[Any], Tensor], optimizer: FlatAdam, ranks: Ranks, weight: float) -> None:
         self.objective, self.optimizer, self.ranks, self.weight = objective, optimizer, ranks, weight
 
     def run(self, block: Block, lrs: list[float]) -> list[float]:
@@ -236,11 +224,10 @@ class Run:
         """Computes the score, and keeps the parameters if it is the lowest."""
         with torch.no_grad():
             value = ranks.agree(score() if ranks.first else 0.0)
-        history = self.history
-        lowest = math.inf if history.best_step is None else history.scores[history.best_step]
-        history.scores[self.step] = value
-        if history.best_step is None or value < lowest or (math.isnan(lowest) and not math.isnan(value)):
-            history.best_step = self.step
+        scores = self.history.scores
+        scores[self.step] = value
+        self.history.best_step = min(scores, key=lambda step: (math.isnan(scores[step]), scores[step]))
+        if self.history.best_step == self.step:
             self.best = [values.clone() for values in self.optimizer.values]
 
     def exhausted(self, patience: int | None) -> bool:
@@ -269,9 +256,7 @@ class Run:
         losses, own = tensors.pop("losses"), self.tensors()
         shapes, own_shapes = ({name: (t.shape, t.dtype) for name, t in some.items()} for some in (tensors, own))
         if shapes != own_shapes:
-            raise FileError(
-                f"Expected a checkpoint with the parameters of this run, found others in {checkpoint.path}."
-            )
+            raise FileError(f"Expected the parameters of this run, found those of another in {checkpoint.path}.")
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
         if self.generator is not None:

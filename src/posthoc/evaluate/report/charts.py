@@ -89,10 +89,9 @@ def blocks_of(case: CaseSummary, numbers: Mapping[str, int], name: str) -> list[
     ids = (f"{name}-{number}" for number in itertools.count())
     blocks = []
     if charts := line_charts(case, numbers, ids):
-        legend = []
-        for method in (method for method in case.methods if any(run.curves for run in method.counted)):
-            number = numbers[method.method]
-            legend.append((number, method.title, draw_svg(partial(draw_swatch, number), "", next(ids), (0.47, 0.19))))
+        shown = [method for method in case.methods if any(run.curves for run in method.counted)]
+        drawn = [(numbers[method.method], method.title) for method in shown]
+        legend = [(n, title, draw_svg(partial(draw_swatch, n), "", next(ids), (0.47, 0.19))) for n, title in drawn]
         blocks.append(Block("lines", charts, legend))
     return blocks + [Block(kind, charts) for kind in PANELS if (charts := panel_charts(case, kind, ids))]
 
@@ -192,9 +191,8 @@ def draw_svg(draw: Draw, label: str, name: str, size: tuple[float, float]) -> Ma
     root.remove(root[0])  # a style, which the page has itself
     for element in root.iter():
         tidy(element, set(re.findall(r"#(\w+)", text)))
-    described = {"class": "chart", "role": "img", "aria-label": label}
-    viewbox = {"viewBox": root.attrib["viewBox"]}
-    root.attrib = viewbox | (described if label else {"class": "swatch", "aria-hidden": "true"})
+    chart, swatch = {"class": "chart", "role": "img", "aria-label": label}, {"class": "swatch", "aria-hidden": "true"}
+    root.attrib = {"viewBox": root.attrib["viewBox"], **(chart if label else swatch)}
     return Markup(ElementTree.tostring(root, encoding="unicode"))  # ElementTree has escaped all text
 
 
@@ -224,8 +222,7 @@ def curves_of(method: MethodSummary, name: str) -> list[Curve]:
 
 
 def mean_curve(curves: Sequence[Curve], along: str) -> tuple[Curve, Curve]:
-    """The mean of each column over the curves that are along the same places as the first, and the standard error (0
-    of one curve)."""
+    """The mean and standard error (0 of one curve) of each column, over curves along the same places as the first."""
     alike = [curve for curve in curves if np.array_equal(curve[along], curves[0][along])]
     means, errors = {along: curves[0][along]}, {}
     for name in (name for name in alike[0] if name != along and all(name in curve for curve in alike)):
@@ -236,10 +233,7 @@ def mean_curve(curves: Sequence[Curve], along: str) -> tuple[Curve, Curve]:
 
 
 def pooled_reliability(curves: Sequence[Curve]) -> Curve:
-    """The bins of all seeds together, weighted by the share of points in each.
-
-    Counts are averaged, since the seeds share their test rows.
-    """
+    """The bins of all seeds, weighted by shares of points; counts are averaged, as all have the same test rows."""
     names = [name for name in curves[0] if all(name in curve for curve in curves)]
     columns = {name: np.stack([curve[name] for curve in curves]) for name in names}
     share = columns["share"]

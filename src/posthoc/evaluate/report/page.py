@@ -13,18 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from posthoc.evaluate.report import charts, tables
+from posthoc.evaluate.report import charts, summary, tables
 from posthoc.evaluate.report.records import Record
-from posthoc.evaluate.report.summary import (
-    CaseSummary,
-    MethodSummary,
-    Results,
-    described,
-    group_by,
-    read_results,
-    registered,
-    registry_order,
-)
 from posthoc.io import atomic_path
 from posthoc.methods import REGISTRY
 
@@ -32,7 +22,7 @@ CLEAR = 2.0
 """Standard errors that make a difference clear."""
 
 
-def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Results:
+def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> summary.Results:
     """Writes the page of a folder of results, whole or not at all; the same results give the same bytes.
 
     Args:
@@ -46,14 +36,14 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str]) ->
         FileError: If the folder holds no results.
         MissingExtraError: If matplotlib is not installed.
     """
-    results = read_results(folder)
+    results = summary.read_results(folder)
     page = render(results)
     with atomic_path(out) as temporary:
         temporary.write_text(page, encoding="utf-8", errors="replace", newline="\n")
     return results
 
 
-def render(results: Results) -> str:
+def render(results: summary.Results) -> str:
     """The page as text."""
     from jinja2 import Environment, StrictUndefined
 
@@ -80,14 +70,14 @@ def digest(content: str) -> str:
 # What the template asks for.
 
 
-def verdict_of(case: CaseSummary) -> str:
+def verdict_of(case: summary.CaseSummary) -> str:
     """A sentence or two: the best method by NLL, how clearly, against the bare network, and by calibration."""
     titles = {method.method: method.title for method in case.methods}
     column, nll = tables.COLUMNS["nll"], case.estimates("nll")
     if len(nll) < 2:
         return ""
     ranked = sorted(nll, key=lambda method: nll[method].mean)
-    first, *others = group_by(ranked, lambda method: column.write(nll[method].mean)).values()
+    first, *others = summary.group_by(ranked, lambda method: column.write(nll[method].mean)).values()
     best = nll[first[0]]
     words = "predicts best" if len(first) == 1 else "predict equally well"
     text = f"{' and '.join(titles[method] for method in first)} {words}: NLL {tables.written(column, best)}"
@@ -107,7 +97,7 @@ def verdict_of(case: CaseSummary) -> str:
     return text
 
 
-def pictured(case: CaseSummary) -> Record | None:
+def pictured(case: summary.CaseSummary) -> Record | None:
     """The run of lowest NLL that has pictures."""
     runs = [run for run in case.runs if run.examples and run.problem is None]
     return min(runs, key=lambda run: run.figures.get("nll", math.inf), default=None)
@@ -115,14 +105,14 @@ def pictured(case: CaseSummary) -> Record | None:
 
 def distinct(facts: Iterable[Mapping[str, Any]]) -> list[str]:
     """Each set of facts once, on a line."""
-    return list(dict.fromkeys(" · ".join(map(" ".join, described(fact).items())) for fact in facts if fact))
+    return list(dict.fromkeys(" · ".join(map(" ".join, summary.described(fact).items())) for fact in facts if fact))
 
 
-def options_of(method: MethodSummary) -> dict[str, str]:
+def options_of(method: summary.MethodSummary) -> dict[str, str]:
     """The configuration of a method's first run, by name."""
     configuration = method.runs[0].configuration
     own = {name: value for name, value in configuration.items() if not isinstance(value, dict | list)}
-    return described(own | configuration.get("options", {}))
+    return summary.described(own | configuration.get("options", {}))
 
 
 def duration(runs: Sequence[Record]) -> str:
@@ -135,9 +125,9 @@ def methods_explained(records: Iterable[Record]) -> list[tuple[str, str]]:
     """The methods on the page and the first sentence of their class's documentation."""
     titles = {record.method: record.title for record in records}
     explained = []
-    for method in sorted(titles, key=registry_order):
-        if name := registered(method):
-            summary = (inspect.getdoc(REGISTRY[name]) or "").partition("\n\n")[0].replace("\n", " ")
-            sentence = re.split(r"(?<=[.:]) (?=[A-Z])", summary)[0].replace("`", "")
+    for method in sorted(titles, key=summary.registry_order):
+        if name := summary.registered(method):
+            first = (inspect.getdoc(REGISTRY[name]) or "").partition("\n\n")[0].replace("\n", " ")
+            sentence = re.split(r"(?<=[.:]) (?=[A-Z])", first)[0].replace("`", "")
             explained.append((titles[method], sentence))
     return explained

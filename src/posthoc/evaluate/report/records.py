@@ -89,8 +89,7 @@ def read_record(root: Path, place: Path) -> Record:
     elif "error" in document:  # a comparison has its figures among all other entries, and the name of its folder
         experiment = place.parent.as_posix() if place.parent.name else root.resolve().name or "results"
         data = nested(document, "data")
-        entries = {name: value for name, value in document.items() if name not in ("error", "traceback")}
-        figures = {name: value for name, value in entries.items() if isinstance(value, float | None)}
+        figures = {k: v for k, v in document.items() if isinstance(v, float | None) and k not in ("error", "traceback")}
         metrics = {name: value for name, value in figures.items() if not is_cost(name)}
         configuration |= {"device": document.get("device")}
     else:
@@ -103,26 +102,22 @@ def read_record(root: Path, place: Path) -> Record:
     given = nested(document, "curves")
     curves = {name: read_curve(name, given[name], required) for name, required in CURVES.items() if name in given}
     curves |= {f"by {name}": read_curve(name, line, {"x"}) for name, line in nested(given, "lines").items()}
+    entries: dict[str, Any] = {name: document[name] for name in ("method", "seed", "task")}
+    entries |= {name: document.get(name) or "" for name in ("case", "selection")}
+    entries |= {name: nested(document, name) for name in ("examples", "versions", "machine")}
     return Record(
         path=place.as_posix(),
         experiment=experiment,
-        case=document.get("case") or "",
-        method=document["method"],
-        seed=document["seed"],
-        task=document["task"],
         title=document.get("title") or document["method"],
         figures=known,
         errors=finite(nested(document, "errors")),
         curves=curves,
-        examples=nested(document, "examples"),
-        selection=document.get("selection") or "",
         problem=problem,
         applies=document.get("applies", True),
         warnings=tuple(document.get("warnings") or ()),
         configuration=configuration,
         data=data,
-        versions=nested(document, "versions"),
-        machine=nested(document, "machine"),
+        **entries,
     )
 
 

@@ -75,11 +75,6 @@ class MethodSummary:
 class CaseSummary:
     """The methods on one case: a network, a data set.
 
-    Args:
-        experiment: The experiment's name.
-        case: The case's name.
-        runs: Its runs.
-
     Raises:
         FileError: If there are two documents of one run, which a mean would count twice, or runs of two tasks.
     """
@@ -106,8 +101,7 @@ class CaseSummary:
 
     @property
     def sources(self) -> list[str]:
-        """Where the data come from: one entry a part of the data and a source of it, with the methods that had it
-        where others had another."""
+        """Where each part of the data comes from; the methods are named where they differ."""
         methods: dict[str, list[str]] = {}
         for method in self.methods:
             for source in method.sources:
@@ -127,12 +121,7 @@ class CaseSummary:
 
 
 class ExperimentSummary:
-    """The cases of one experiment, or the one of a comparison.
-
-    Args:
-        name: The experiment's name.
-        runs: Its runs.
-    """
+    """The cases of one experiment, or the one of a comparison."""
 
     def __init__(self, name: str, runs: Sequence[Record]) -> None:
         self.name, self.runs = name, runs
@@ -142,8 +131,7 @@ class ExperimentSummary:
     @property
     def numbers(self) -> dict[str, int]:
         """The methods of all cases in one order, numbered."""
-        names = {run.method for run in self.runs}
-        return {name: number for number, name in enumerate(sorted(names, key=registry_order))}
+        return {name: i for i, name in enumerate(sorted({run.method for run in self.runs}, key=registry_order))}
 
     def warnings(self) -> list[str]:
         """Reasons not to compare the runs: several versions, different data, or quick runs."""
@@ -178,11 +166,7 @@ class Results:
 def read_results(folder: str | os.PathLike[str]) -> Results:
     """Reads every run in a folder and in those below it.
 
-    A file that is not the document of a run is left out and named in the warnings, as are runs that do not belong
-    together.
-
-    Args:
-        folder: The folder of results.
+    Files that are not documents of a run are left out; warnings name them, and runs that do not belong together.
 
     Raises:
         FileError: If there is no run, two documents of one run, or runs of two tasks in one case.

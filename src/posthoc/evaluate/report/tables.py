@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LOW, HIGH = -math.inf, math.inf
-
-
 decimals = "{:.4f}".format
 
 
@@ -89,9 +87,6 @@ COLUMNS = {
 """What is known of the usual figures, in their order."""
 
 
-# Columns.
-
-
 def column_of(figure: str) -> Column:
     """The usual column of a figure, or one for a figure that is not known."""
     if figure in COLUMNS:
@@ -151,10 +146,9 @@ def marked_cells(columns: Sequence[Column], rows: Rows, marks: Sequence[str], *,
     """The cells of each row, with the best and the second best of a column in their marks."""
     cells: dict[str, list[str]] = {name: [] for name in rows}
     for column in columns:
-        figure = column.figure
-        places = places_of(column, {name: row[figure] for name, row in rows.items() if figure in row})
+        places = places_of(column, {name: row[column.figure] for name, row in rows.items() if column.figure in row})
         for name, row in rows.items():
-            cells[name].append(marks[places.get(name, 0)].format(written(column, row.get(figure), error=error)))
+            cells[name].append(marks[places.get(name, 0)].format(written(column, row.get(column.figure), error=error)))
     return cells
 
 
@@ -163,8 +157,7 @@ def rich_table(columns: Sequence[Column], rows: Rows, title: str = "") -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    caption = "¹ best, ² second best"
-    table = Table("", title=title or None, title_justify="left", caption=caption, caption_justify="left")
+    table = Table("", title=title, title_justify="left", caption="¹ best, ² second best", caption_justify="left")
     for column in columns:
         table.add_column(column.heading, justify="right")
     marks = ("{} ", "[bold green]{}¹[/]", "[underline]{}²[/]")
