@@ -53,8 +53,11 @@ def test_random_features_stand_for_the_rbf_kernel():
     torch.testing.assert_close((layer(h) @ layer(h).mT).double(), expected, rtol=0, atol=0.03)
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(5, 4), nn.Conv2d(2, 4, 3), nn.Conv1d(6, 2, 3, groups=2)])
-def test_a_weight_is_scaled_only_if_its_norm_exceeds_the_bound(layer):
+@pytest.mark.parametrize(
+    "make", [partial(nn.Linear, 5, 4), partial(nn.Conv2d, 2, 4, 3), partial(nn.Conv1d, 6, 2, 3, groups=2)]
+)
+def test_a_weight_is_scaled_only_if_its_norm_exceeds_the_bound(make):
+    layer = make()
     before = layer.weight.detach().clone()
     size = norm(before)
     for bound in (0.5 * size, 2.0 * size):
