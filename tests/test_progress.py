@@ -35,6 +35,22 @@ def test_without_a_terminal_there_is_a_line_every_ten_seconds(
     assert capsys.readouterr().err == ""
 
 
+def test_short_tasks_that_follow_each_other_share_a_clock(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with caplog.at_level(logging.INFO, "posthoc"):
+        for pause in (0.5, 60.0, 0.0):  # after three tasks of four seconds
+            for fold in "abc":
+                with progress_bar(fold, 4) as report:
+                    for done in range(1, 5):
+                        now += 1.0
+                        report(done)
+            now += pause
+    assert [line[0] for line in lines(caplog)] == ["c", "b", "c"]
+
+
 def test_without_a_total_a_line_counts(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     with caplog.at_level(logging.INFO, "posthoc"), progress_bar("collecting", None, unit="rows") as report:

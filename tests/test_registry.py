@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from posthoc.errors import OptionError
 from posthoc.registry import Registry
 
 METHOD = '''
@@ -57,7 +58,7 @@ def test_a_class_is_imported_when_it_is_used() -> None:
     registry = Registry("no.such.group", {"fraction": "fractions:Fraction", "missing": "no_such_module:Thing"})
     assert list(registry) == ["fraction", "missing"]
     assert registry["fraction"] is Fraction
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(OptionError, match=r"'missing' at 'no_such_module:Thing'.*No module named"):
         registry["missing"]
     with pytest.raises(KeyError):
         registry["unknown"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -15,6 +16,8 @@ Report = Callable[..., None]
 logger = logging.getLogger("posthoc")
 
 SECONDS_BETWEEN_LINES = 10.0
+PAUSE = 1.0
+"""A task that begins within so many seconds of the last one continues its work: both share one clock."""
 
 ONE_BAR = threading.Lock()
 """A terminal shows one bar at a time: tasks in other threads run without one."""
@@ -68,16 +71,23 @@ def rich_bar(task: str, total: int | None, done: int, unit: str) -> Iterator[Rep
         yield lambda done, note="": bar.update(shown, completed=done, note=note)
 
 
+class Clock:
+    """When the last line was written, and when the last task was seen."""
+
+    line = seen = -math.inf
+
+
 def log_lines(task: str, total: int | None, start: int, unit: str) -> Report:
-    began = last = time.monotonic()
+    began = time.monotonic()
+    if began - Clock.seen > PAUSE:
+        Clock.line = began
     of_total = f" of {total:,}" if total is not None else ""
 
     def report(done: int, note: str = "") -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last < SECONDS_BETWEEN_LINES:
+        now = Clock.seen = time.monotonic()
+        if now - Clock.line < SECONDS_BETWEEN_LINES:
             return
-        last = now
+        Clock.line = now
         line = f"{task}: {done:,}{of_total} {unit}"
         if total is not None and done > start:
             line += f", {(now - began) * (total - done) / (done - start):.0f} s left"

@@ -7,6 +7,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
+from posthoc.errors import OptionError
+
 Class = TypeVar("Class", bound=type)
 
 
@@ -48,8 +50,17 @@ class Registry(Mapping[str, Any]):
         entry = self._entries[name]
         if isinstance(entry, str):
             module, _, attribute = entry.partition(":")
-            entry = self._entries[name] = getattr(import_module(module), attribute)
+            try:
+                entry = self._entries[name] = getattr(import_module(module), attribute)
+            except (ImportError, AttributeError) as error:
+                advice = "repair or uninstall the package that registers it"
+                raise OptionError(
+                    f"Expected {name!r} at {entry!r}, which cannot be imported ({error}): {advice}."
+                ) from error
         return entry
+
+    def __repr__(self) -> str:
+        return f"Registry({self.group!r}: {', '.join(self)})"
 
     def __iter__(self) -> Iterator[str]:
         self._add_entry_points()
