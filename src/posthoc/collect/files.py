@@ -13,7 +13,7 @@ import numpy as np
 from posthoc.collect.folder import LOCK, Manifest, arrays_of, open_folder, require_ours, row_type
 from posthoc.collect.loaders import Array, array_of, listed, tensor_of
 from posthoc.collect.outputs import NAMES, Outputs
-from posthoc.collect.tables import Columns, read_csv, read_parquet, unreadable, write_parquet
+from posthoc.collect.tables import Columns, parsing, read_csv, read_parquet, write_parquet
 from posthoc.errors import DataError, FileError, OptionError
 from posthoc.io import atomic_folder, atomic_path, lock, require_regular, writing
 
@@ -167,23 +167,15 @@ def form_of(path: Path) -> str:
 
 
 def read_npz(path: Path) -> dict[str, Array]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: np.asarray(file[name]) for name in ours(path, file.files)}
-    except FileError:
-        raise
-    except Exception as error:  # a damaged archive fails in many ways
-        raise unreadable(path, "an .npz file of arrays of numbers", error) from error
+    with parsing(path, "an .npz file of arrays of numbers"), np.load(path, allow_pickle=False) as file:
+        return {name: np.asarray(file[name]) for name in ours(path, file.files)}
 
 
 def read_safetensors(path: Path) -> dict[str, Array]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: array_of(file.get_tensor(name), name) for name in ours(path, file.keys())}
-    except SafetensorError as error:
-        raise unreadable(path, "a safetensors file", error) from error
+    with parsing(path, "a safetensors file"), safe_open(path, framework="pt") as file:
+        return {name: array_of(file.get_tensor(name), name) for name in ours(path, file.keys())}
 
 
 def ours(path: Path, names: list[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import count, islice
@@ -15,6 +14,7 @@ from posthoc.collect.fingerprint import fingerprint
 from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs, join
 from posthoc.errors import DataError, PosthocError
+from posthoc.io import StrPath
 from posthoc.progress import progress_bar
 from posthoc.validation import integer
 
@@ -25,7 +25,7 @@ Span = tuple[int, int]
 def collect_to_folder(
     backbone: Backbone,
     data: Any,
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     *,
     identity: Mapping[str, Any],
     collate: Callable[[list[Any]], Any] = default_collate,
@@ -81,7 +81,7 @@ def collect_to_folder(
 
 def write_to_folder(
     parts: Callable[[int], Generator[Outputs]],
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     *,
     identity: Mapping[str, Any],
     total: int | None,
