@@ -157,10 +157,8 @@ def form_of(path: Path) -> str:
         return "CSV"
     others = {b"": "an empty file", b"\x93": "a single .npy array", b"\x80": "a pickle, which is never opened,"}
     found = others.get(start[:1], "something else (or a damaged file)")
-    advice = "np.savez(path, outputs=..., targets=...) makes one."
-    raise FileError(
-        f"Expected an .npz, .safetensors, Parquet or CSV file, or a folder, found {found} in {path}. {advice}"
-    )
+    expected = "Expected an .npz, .safetensors, Parquet or CSV file, or a folder"
+    raise FileError(f"{expected}, found {found} in {path}. np.savez(path, outputs=..., targets=...) makes one.")
 
 
 # Files of named arrays. Names that are not ours are left alone.
@@ -181,8 +179,7 @@ def read_safetensors(path: Path) -> dict[str, Array]:
 def ours(path: Path, names: list[str]) -> list[str]:
     """The names in a file that are parts of `Outputs`."""
     if "outputs" not in names:
-        found = f"{listed(names)}: rename the arrays to {', '.join(NAMES)}"
-        raise FileError(f"Expected an array named outputs in {path}, found {found}.")
+        raise FileError(f"Expected an array named outputs in {path}, found {listed(names)}: rename the arrays.")
     return [name for name in NAMES if name in names]
 
 

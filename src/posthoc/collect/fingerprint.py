@@ -48,8 +48,8 @@ def require_same_network(expected: str | None, module: nn.Module | None) -> None
     kinds = ("weights or buffers", "layers (their classes or settings)")
     for kind, then, now in zip(kinds, expected.split(":"), found.split(":"), strict=False):
         if then != now:
-            found = f"another ({now[:8]}): its {kind} differ. Load the right network, or fit again."
-            raise FileError(f"Expected the network this head was fitted on (fingerprint {then[:8]}), found {found}")
+            found = f"another ({now[:12]}): its {kind} differ. Load the right network, or fit again."
+            raise FileError(f"Expected the network this head was fitted on (fingerprint {then[:12]}), found {found}")
 
 
 def hash_weights(module: nn.Module) -> str:

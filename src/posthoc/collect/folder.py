@@ -95,9 +95,7 @@ class Manifest:
             types = {name: np.dtype((each["dtype"], tuple(each["width"]))) for name, each in arrays.items()}
             return cls(int(document["rows"]), bool(document["complete"]), dict(document["identity"]), types)
         except (KeyError, TypeError, ValueError) as error:
-            raise FileError(
-                f"Expected rows, identity and arrays in {folder / MANIFEST}: {error!r}. {DAMAGED}"
-            ) from error
+            raise FileError(f"Expected rows, identity and arrays in {folder}, found {error!r}. {DAMAGED}") from error
 
 
 def read_document(folder: Path) -> dict[str, Any]:
@@ -123,9 +121,8 @@ def open_folder(folder: Path) -> Outputs:
         raise FileError(f"Expected a finished folder, found {manifest.rows} rows so far in {folder}. {advice}")
     if not manifest.rows or "outputs" not in manifest.arrays:
         raise FileError(f"Expected at least one row of outputs in {folder}, found none. {DAMAGED}")
-    return Outputs.trusted(
-        **{name: mapped(folder / f"{name}.npy", row, manifest.rows) for name, row in manifest.arrays.items()}
-    )
+    parts = {name: mapped(folder / f"{name}.npy", row, manifest.rows) for name, row in manifest.arrays.items()}
+    return Outputs.trusted(**parts)
 
 
 def mapped(path: Path, row: np.dtype[Any], rows: int) -> Tensor:
@@ -156,6 +153,9 @@ class OutputsWriter:
         identity: A JSON mapping of all that the rows depend on. A folder of another identity is refused.
         force: Whether to start a folder over, whatever outputs it holds.
 
+    Attributes:
+        rows: The number of rows so far, those of an earlier run included.
+
     Example:
         >>> import tempfile
         >>> folder = tempfile.mkdtemp()
@@ -178,16 +178,11 @@ class OutputsWriter:
                 require_writable(self.folder).mkdir(exist_ok=True)
             stack.enter_context(lock(self.folder / LOCK))
             self._manifest = begin(self.folder, wanted, force=force)
-            self._rows, self._types = self._manifest.rows, self._manifest.arrays
+            self.rows, self._types = self._manifest.rows, self._manifest.arrays
             self._open_files(stack)
             self._stack = stack.pop_all()
         self._open = True
         self._committed_at = time.monotonic()
-
-    @property
-    def rows(self) -> int:
-        """The number of rows so far, those of an earlier run included."""
-        return self._rows
 
     def append(self, outputs: Outputs) -> None:
         """Adds rows with the same arrays, dtypes and widths as those before; they count a few seconds later."""
@@ -204,20 +199,20 @@ class OutputsWriter:
                 self._open_files(self._stack)
                 sync_folder(self.folder)
             for name, array in arrays.items():
-                write_at(self._files[name], file_size(types[name], self._rows), np.ascontiguousarray(array).data)
-            self._rows += len(outputs)
+                write_at(self._files[name], file_size(types[name], self.rows), np.ascontiguousarray(array).data)
+            self.rows += len(outputs)
             if time.monotonic() - self._committed_at >= COMMIT_SECONDS:
                 self._commit()
 
     def finish(self) -> None:
         """Marks the folder complete, so that it can be opened, and closes it for writing."""
         self._require_open()
-        if not self._rows:
+        if not self.rows:
             raise DataError(f"Expected at least one row to finish {self.folder} with, got none: append some first.")
         with self._writing():
             self._commit()  # the headers are changed once all rows count: a run that goes on needs to know them
             for name, file in self._files.items():
-                write_at(file, 0, header(self._types[name], self._rows))
+                write_at(file, 0, header(self._types[name], self.rows))
             self._commit(complete=True)
         self._open = False
         self._stack.close()
@@ -235,18 +230,18 @@ class OutputsWriter:
     def _open_files(self, stack: ExitStack) -> None:
         for name, row in self._types.items():
             path = self.folder / f"{name}.npy"
-            file = self._files[name] = stack.enter_context(path.open("r+b" if self._rows else "w+b", buffering=0))
-            if self._rows:
-                require_array(file, path, row, self._rows, complete=False)
+            file = self._files[name] = stack.enter_context(path.open("r+b" if self.rows else "w+b", buffering=0))
+            if self.rows:
+                require_array(file, path, row, self.rows, complete=False)
             write_at(file, 0, header(row, 0))
 
     def _commit(self, *, complete: bool = False) -> None:
         """Waits until all rows are on the disk, and records that they count."""
-        if self._rows > self._manifest.rows or complete:
+        if self.rows > self._manifest.rows or complete:
             for name, file in self._files.items():
-                file.truncate(file_size(self._types[name], self._rows))
+                file.truncate(file_size(self._types[name], self.rows))
                 os.fsync(file.fileno())
-            manifest = Manifest(self._rows, complete, self._manifest.identity, self._types)
+            manifest = Manifest(self.rows, complete, self._manifest.identity, self._types)
             manifest.write(self.folder)
             self._manifest = manifest
         self._committed_at = time.monotonic()
@@ -280,9 +275,7 @@ def require_ours(folder: Path) -> None:
     if (folder / MANIFEST).exists():
         read_document(folder)
     elif others := [n for n in sorted(os.listdir(folder)) if n != LOCK and not n.startswith(f".{MANIFEST}.")]:
-        raise FileError(
-            f"Expected a new or empty folder, or one of outputs, found {folder} with {listed(others, 5)} in it."
-        )
+        raise FileError(f"Expected a new or empty folder, or one of outputs, found {listed(others, 5)} in {folder}.")
 
 
 def begin(folder: Path, identity: dict[str, Any], *, force: bool) -> Manifest:
