@@ -167,14 +167,9 @@ def lock(path: StrPath) -> Iterator[None]:
 def write_tensors(
     path: StrPath, tensors: Mapping[str, Tensor], format: str, config: Mapping[str, Any], check: Check | None = None
 ) -> None:
-    """Writes tensors and a config as safetensors. Equal contents give equal bytes.
+    """Writes tensors and a config, which is JSON, as safetensors of a format such as "posthoc-head".
 
-    Args:
-        path: The file.
-        tensors: Tensors by name.
-        format: What kind of file it is, "posthoc-head" for example.
-        config: JSON to store beside the tensors.
-        check: Called with the path of the complete temporary file.
+    Equal contents give equal bytes. `check` gets the path of the complete temporary file.
     """
     from safetensors.torch import save
 
@@ -240,6 +235,17 @@ def read_head(path: StrPath, method: str | None = None) -> tuple[dict[str, Tenso
     if method is not None and header["method"] != method:
         raise FileError(f"Expected a head of method {method!r}, found one of {header['method']!r} in {path}.")
     return tensors, header
+
+
+@contextmanager
+def parsing(path: Path, form: str) -> Iterator[None]:
+    """Makes one error of the many that a damaged file may raise."""
+    try:
+        yield
+    except PosthocError:
+        raise
+    except Exception as error:
+        raise FileError(f"Expected {form}, found that {path} cannot be read ({error}): save it again.") from error
 
 
 @contextmanager

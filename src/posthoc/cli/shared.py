@@ -57,15 +57,13 @@ def read_columns(**options: str | None) -> Columns:
 
 def read_config(path: Path | None, settings: list[str] | None) -> dict[str, Any]:
     """A method's options from a TOML file, and from `--set name=value`, which comes after it."""
-    from posthoc.io import require_regular
+    from posthoc.io import parsing, require_regular
 
     options: dict[str, Any] = {}
     if path is not None:
         require_regular(path)
-        try:
+        with parsing(path, f"TOML in {path}"):
             options = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise FileError(f"Expected TOML in {path}, found something else ({error}).") from error
     for setting in settings or ():
         name, equals, value = setting.partition("=")
         if not equals:
@@ -99,6 +97,14 @@ def build_method(name: str, task: str, options: dict[str, Any], device: str | No
     if device is not None:
         options["device"] = device
     return method_named(name)(None, make_likelihood({"type": task, **table}), **options)
+
+
+def open_data(paths: dict[str, str], columns: Columns) -> dict[str, Outputs]:
+    """The outputs by their role; those out of distribution without targets."""
+    from posthoc.collect import open_outputs
+
+    bare = {part: names for part, names in (columns or {}).items() if part != "targets"} or None
+    return {role: open_outputs(path, columns=bare if role == "ood" else columns) for role, path in paths.items()}
 
 
 def describe(rows: Outputs) -> str:

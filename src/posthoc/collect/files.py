@@ -13,9 +13,9 @@ import numpy as np
 from posthoc.collect.folder import LOCK, Manifest, arrays_of, open_folder, require_ours, row_type
 from posthoc.collect.loaders import Array, array_of, listed, tensor_of
 from posthoc.collect.outputs import NAMES, Outputs
-from posthoc.collect.tables import Columns, parsing, read_csv, read_parquet, write_parquet
+from posthoc.collect.tables import Columns, read_csv, read_parquet, write_parquet
 from posthoc.errors import DataError, FileError, OptionError
-from posthoc.io import atomic_folder, atomic_path, lock, require_regular, writing
+from posthoc.io import atomic_folder, atomic_path, lock, parsing, require_regular, writing
 
 
 def open_outputs(path: str | os.PathLike[str], *, columns: Columns | None = None) -> Outputs:

@@ -36,7 +36,8 @@ def fingerprint(module: nn.Module | None) -> str | None:
         return None
     parts = [hash_weights(module)]
     if not any(isinstance(part, torch.jit.ScriptModule | GraphModule) for part in module.modules()):
-        parts.append(hash_layers(module))
+        layers = [f"{path} {type(part).__name__} {settings(part)}\n" for path, part in module.named_modules()]
+        parts.append(hashlib.sha256("".join(layers).encode()).hexdigest())
     return ":".join(parts)
 
 
@@ -63,11 +64,6 @@ def hash_weights(module: nn.Module) -> str:
             some = flat[:: max(1, flat.numel() // MOST_VALUES)].cpu().contiguous()
             digest.update(some.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def hash_layers(module: nn.Module) -> str:
-    lines = [f"{path} {type(part).__name__} {settings(part)}\n" for path, part in module.named_modules()]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def settings(part: nn.Module) -> list[str]:

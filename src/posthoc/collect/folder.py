@@ -26,7 +26,7 @@ from torch import Tensor
 from posthoc.collect.loaders import Array, array_of, listed
 from posthoc.collect.outputs import NAMES, Outputs
 from posthoc.errors import DataError, FileError
-from posthoc.io import atomic_path, lock, require_regular, require_writable, sync_folder, writing
+from posthoc.io import atomic_path, lock, parsing, require_regular, require_writable, sync_folder, writing
 
 MANIFEST = "outputs.json"
 LOCK = ".lock"
@@ -90,12 +90,10 @@ class Manifest:
         document = read_document(folder)
         if (version := document.get("version")) != VERSION:
             raise FileError(f"Expected format version {VERSION}, found {version} in {folder}. {DAMAGED}")
-        try:
+        with parsing(folder, "rows, identity and arrays"):
             arrays = {name: document["arrays"][name] for name in NAMES if name in document["arrays"]}
             types = {name: np.dtype((each["dtype"], tuple(each["width"]))) for name, each in arrays.items()}
             return cls(int(document["rows"]), bool(document["complete"]), dict(document["identity"]), types)
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileError(f"Expected rows, identity and arrays in {folder}, found {error!r}. {DAMAGED}") from error
 
 
 def read_document(folder: Path) -> dict[str, Any]:
@@ -104,10 +102,8 @@ def read_document(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileError(f"Expected a folder written by posthoc, found {folder} without {MANIFEST}: check the path.")
     require_regular(path)
-    try:
+    with parsing(path, "JSON written by posthoc"):
         document = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"Expected JSON written by posthoc, found something else in {path} ({error}).") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise FileError(f"Expected {MANIFEST} written by posthoc, found one of another origin: {path}.")
     return document
@@ -275,7 +271,7 @@ def require_ours(folder: Path) -> None:
     if (folder / MANIFEST).exists():
         read_document(folder)
     elif others := [n for n in sorted(os.listdir(folder)) if n != LOCK and not n.startswith(f".{MANIFEST}.")]:
-        raise FileError(f"Expected a new or empty folder, or one of outputs, found {listed(others, 5)} in {folder}.")
+        raise FileError(f"Expected an empty folder, or one of outputs, found {folder} with {listed(others, 5)} in it.")
 
 
 def begin(folder: Path, identity: dict[str, Any], *, force: bool) -> Manifest:

@@ -304,11 +304,9 @@ class Backbone:
         """Registers a hook on the feature layer, which hands its values over; returns the handle."""
         assert self.module is not None
         layer = self.module.get_submodule(str(self.layer))
-        if self.takes_input:
-            return layer.register_forward_pre_hook(
-                lambda _, args, kwargs: capture(args or tuple(kwargs.values())), with_kwargs=True
-            )
-        return layer.register_forward_hook(lambda _, args, output: capture(output))
+        if not self.takes_input:
+            return layer.register_forward_hook(lambda _, args, output: capture(output))
+        return layer.register_forward_pre_hook(lambda _, args, more: capture((*args, *more.values())), with_kwargs=True)
 
     def features_of(self, batch: Batch, captured: Tensor | None, rows: int) -> Tensor:  # (rows, D)
         """The features of a batch from what the layer's hook captured."""

@@ -6,7 +6,6 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import numpy as np
 
 from posthoc.collect.loaders import TEXT_ADVICE, Array, listed, tensor_of
 from posthoc.collect.outputs import NAMES
-from posthoc.errors import DataError, FileError, OptionError, PosthocError
+from posthoc.errors import DataError, FileError, OptionError
+from posthoc.io import parsing
 from posthoc.optional import require
 
 Columns = Mapping[str, str | Sequence[str]]
@@ -79,17 +79,6 @@ def assemble(chosen: Mapping[str, list[str]], columns: Columns | None, values: M
 
 def used(chosen: Mapping[str, list[str]]) -> list[str]:
     return list(dict.fromkeys(name for names in chosen.values() for name in names))
-
-
-@contextmanager
-def parsing(path: Path, form: str) -> Iterator[None]:
-    """Makes one error of the many that a damaged file may raise."""
-    try:
-        yield
-    except PosthocError:
-        raise
-    except Exception as error:
-        raise FileError(f"Expected {form}, found that {path} cannot be read ({error}): save it again.") from error
 
 
 # CSV.

@@ -57,9 +57,8 @@ def collect_to_folder(
     integer("batch_size", batch_size, 1)
     integer("workers", workers, 0)
     layer = f"input of {backbone.layer}" if backbone.takes_input else backbone.layer
-    identity = {"layer": layer, "inputs": inputs, **identity}
-    if "network" not in identity:
-        identity["network"] = fingerprint(backbone.module)
+    network = identity["network"] if "network" in identity else fingerprint(backbone.module)
+    identity = {"layer": layer, "inputs": inputs, **identity, "network": network}
     total = len(data) if hasattr(data, "__len__") else None  # else only going through them would tell
 
     def parts(start: int) -> Generator[Outputs]:
