@@ -21,11 +21,16 @@ def heteroscedastic(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]
     return x, signal + noise_std * torch.randn(n, 1, generator=generator)
 
 
-def train_network(x: Tensor, y: Tensor, seed: int, *, steps: int = 1500) -> nn.Module:
-    """A network with two hidden layers of 50 tanh units, trained on all the points."""
+def untrained(seed: int) -> nn.Sequential:
+    """Two hidden layers of 50 tanh units."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1))
+        return nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1))
+
+
+def train_network(x: Tensor, y: Tensor, seed: int, *, steps: int = 1500) -> nn.Module:
+    """The network of the figure, trained on all the points."""
+    model = untrained(seed)
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     for _ in range(steps):

@@ -109,22 +109,18 @@ def open_data(paths: dict[str, str], columns: Columns) -> dict[str, Outputs]:
 
 def describe(rows: Outputs) -> str:
     """The size of some outputs, in words."""
-    blocks = {name: rows.space(name) for name in ("outputs", "features", "inputs")}
-    widths = {name: block.shape[1] for name, block in blocks.items() if block is not None}
-    sizes = ", ".join(f"{width:,} {name if width != 1 else name[:-1]}" for name, width in widths.items())
-    return f"{len(rows):,} rows ({sizes})"
+    blocks = {name: block for name in ("outputs", "features", "inputs") if (block := rows.space(name)) is not None}
+    sizes = [f"{block.shape[1]:,} {name if block.shape[1] != 1 else name[:-1]}" for name, block in blocks.items()]
+    return f"{len(rows):,} rows ({', '.join(sizes)})"
 
 
 # Outputs
 
 
 def require_output(path: Path, *, force: bool, inputs: Iterable[str | Path | None] = ()) -> None:
-    """Refuse, before the work, an output that cannot or must not be written.
+    """Refuse, before the work, a file that cannot be written, or that exists, if not `force`.
 
-    Args:
-        path: The file to write.
-        force: Whether an existing file may be replaced.
-        inputs: The inputs of the same command, which are never replaced.
+    The inputs of the same command are never replaced.
     """
     from posthoc.collect.files import split_range
     from posthoc.io import require_writable

@@ -19,15 +19,10 @@ Columns = dict[str, np.ndarray[Any, Any]]
 
 
 def write_predictions(parts: Iterable[Predictive], path: StrPath) -> int:
-    """Write a table of predictions, whole or not at all.
+    """Write a table of predictions, some rows at a time but whole or not at all; returns the number of rows.
 
-    Args:
-        parts: The predictions, some rows at a time.
-        path: The table. For regression its columns are row, mean and std; for classification they are row, label,
-            probs, entropy and std, which is the logit's of the label.
-
-    Returns:
-        The number of rows.
+    For regression its columns are row, mean and std; for classification they are row, label, probs, entropy and std,
+    which is the logit's of the label.
     """
     write, rows = require_table(path), 0
 

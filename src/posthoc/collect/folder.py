@@ -74,8 +74,8 @@ class Manifest:
     identity: dict[str, Any]
     arrays: dict[str, np.dtype[Any]]
 
-    def write(self, folder: Path) -> None:
-        """Replaces the manifest in the folder by this one, whole or not at all, and waits for the disk."""
+    def write(self, folder: Path) -> Self:
+        """Replaces the manifest in the folder, whole or not at all, and waits for the disk; returns the manifest."""
         arrays = {name: {"dtype": row.base.name, "width": row.shape} for name, row in self.arrays.items()}
         document = {"format": FORMAT, "version": VERSION, **vars(self), "arrays": arrays}
         with atomic_path(folder / MANIFEST) as temporary, temporary.open("w", encoding="utf-8") as file:
@@ -83,6 +83,7 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
         sync_folder(folder)
+        return self
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -237,9 +238,7 @@ class OutputsWriter:
             for name, file in self._files.items():
                 file.truncate(file_size(self._types[name], self.rows))
                 os.fsync(file.fileno())
-            manifest = Manifest(self.rows, complete, self._manifest.identity, self._types)
-            manifest.write(self.folder)
-            self._manifest = manifest
+            self._manifest = Manifest(self.rows, complete, self._manifest.identity, self._types).write(self.folder)
         self._committed_at = time.monotonic()
 
     def _require_open(self) -> None:
@@ -278,8 +277,7 @@ def begin(folder: Path, identity: dict[str, Any], *, force: bool) -> Manifest:
     """The manifest to go on from; arrays that it does not list are removed."""
     manifest = Manifest.read(folder) if (folder / MANIFEST).exists() and not force else None
     if manifest is None or not manifest.rows:  # a run that failed before its first row leaves nothing to go on with
-        manifest = Manifest(0, False, identity, {})
-        manifest.write(folder)
+        manifest = Manifest(0, False, identity, {}).write(folder)
     require_same(folder, manifest.identity, identity)
     if manifest.complete:
         advice = "Open it with open_outputs, or start over with --force (force=True)."

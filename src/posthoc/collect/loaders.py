@@ -245,8 +245,7 @@ def is_list(data: Any) -> bool:
 
 
 def stands_for_array(data: Any) -> bool:
-    numbers = is_list(data) and (is_numbers(data) or is_array(data[0]))
-    return is_array(data) or is_table(data) or numbers
+    return is_array(data) or is_table(data) or (is_list(data) and (is_numbers(data) or is_array(data[0])))
 
 
 def as_array(data: Any) -> Any:

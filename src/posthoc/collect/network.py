@@ -70,11 +70,9 @@ def evaluating(module: nn.Module | None) -> Iterator[None]:
 def exclusive(module: nn.Module | None) -> Iterator[None]:
     """Waits until no other thread runs the module that is in eval mode by `evaluating`."""
     state = RUNNING.get(module) if module is not None else None
-    if state is None:
-        yield
-        return
-    state.threads.add(threading.get_ident())
-    with state.lock:
+    if state is not None:
+        state.threads.add(threading.get_ident())
+    with state.lock if state is not None else nullcontext():
         yield
 
 
@@ -150,8 +148,7 @@ def refuse_other_threads(module: nn.Module, args: Any) -> None:
     """A hook on networks that `evaluating` took out of training mode; in a copy of the network it does nothing."""
     state = RUNNING.get(module)
     if state is not None and threading.get_ident() not in state.threads:
-        advice = "Predict with copy.deepcopy(model), or train and predict in turn."
-        raise PosthocError(f"The network is in eval mode, since another thread predicts with it. {advice}")
+        raise PosthocError("The network is in eval mode: another thread predicts with it. Use copy.deepcopy(model).")
 
 
 def version(tensor: Tensor) -> int:
