@@ -69,13 +69,7 @@ def as_numbers(values: Any, dtype: torch.dtype | None = None) -> Tensor | None:
 
 
 def require_finite(values: Tensor, name: str, *, first_row: int = 0) -> None:
-    """Raises `DataError` for NaN and infinity.
-
-    Args:
-        values: The values, with one row for each point.
-        name: What they are, for the message.
-        first_row: The number of the first row in the whole data.
-    """
+    """Raises `DataError` for NaN and infinity; the message calls the values `name` and counts rows from `first_row`."""
     if not values.is_floating_point() or math.isfinite(values.sum()):  # which takes a third of the time
         return
     finite = values.isfinite()
