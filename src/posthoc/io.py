@@ -52,7 +52,8 @@ def require_folder(path: StrPath) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FileError(f"Expected a folder, or a place for a new one, got {folder} ({error.strerror}).") from error
+        found = "a file" if folder.is_file() else f"none that could be made ({error.strerror})"
+        raise FileError(f"Expected a folder, found {found}: {folder}. Name another.") from error
     require_access(folder)
     return folder
 
