@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,13 +19,17 @@ from torch import Tensor
 
 from posthoc.errors import FileError, PosthocError
 
+StrPath = str | os.PathLike[str]
+Check = Callable[[Path], object]
+"""A function of the path of a file that is written; if it raises, nothing is written."""
+
 HEAD = "posthoc-head"
 VERSION = 2
 LEFTOVER_SECONDS = 86400.0
 """Temporary files of this age were left by a process that was killed."""
 
 
-def require_writable(path: str | os.PathLike[str]) -> Path:
+def require_writable(path: StrPath) -> Path:
     """Returns the path if a file can be written there; call it before the work whose result the file takes.
 
     Raises:
@@ -43,13 +46,14 @@ def require_writable(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def require_folder(path: str | os.PathLike[str]) -> Path:
+def require_folder(path: StrPath) -> Path:
     """Returns a folder that can be written to, and makes it if it is not there."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FileError(f"Expected a folder, or a place for a new one, got {folder} ({error.strerror}).") from error
+        found = "a file" if folder.is_file() else f"none that could be made ({error.strerror})"
+        raise FileError(f"Expected a folder, found {found}: {folder}. Name another.") from error
     require_access(folder)
     return folder
 
@@ -61,12 +65,12 @@ def require_access(folder: Path) -> None:
 
 def require_regular(path: Path) -> None:
     """Refuses to read what may never end: pipes, devices, sockets."""
-    if not stat.S_ISREG(path.stat().st_mode):
+    if path.exists() and not path.is_file():
         raise FileError(f"Expected a regular file, found a pipe or a device: {path}. Save the data to a file first.")
 
 
 @contextmanager
-def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_path(path: StrPath) -> Iterator[Path]:
     """Gives a temporary path beside `path`, which is moved onto it at the end; after an error `path` is as it was.
 
     Temporary files that killed processes left beside `path` are removed after a day.
@@ -90,7 +94,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_folder(path: StrPath) -> Iterator[Path]:
     """Gives the path of a folder to make beside `path`, which is moved into its place at the end; after an error `path`
     is as it was."""
     target = Path(path)
@@ -127,17 +131,16 @@ def remove(path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Waits until the names in a folder are on the disk, where the system can."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 @contextmanager
-def writing(path: str | os.PathLike[str], advice: str) -> Iterator[None]:
+def writing(path: StrPath, advice: str) -> Iterator[None]:
     """Turns an `OSError` inside (a full disk, say) into a `FileError` that names the path and gives advice."""
     try:
         yield
@@ -148,7 +151,7 @@ def writing(path: str | os.PathLike[str], advice: str) -> Iterator[None]:
 
 
 @contextmanager
-def lock(path: str | os.PathLike[str]) -> Iterator[None]:
+def lock(path: StrPath) -> Iterator[None]:
     """Holds a lock file against all other writers, until the process ends at the latest. The file itself stays."""
     from filelock import FileLock, Timeout
 
@@ -162,21 +165,11 @@ def lock(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def write_tensors(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, Tensor],
-    format: str,
-    config: Mapping[str, Any],
-    *,
-    check: Callable[[Path], object] | None = None,
+    path: StrPath, tensors: Mapping[str, Tensor], format: str, config: Mapping[str, Any], check: Check | None = None
 ) -> None:
-    """Writes tensors and a config as safetensors. Equal contents give equal bytes.
+    """Writes tensors and a config, which is JSON, as safetensors of a format such as "posthoc-head".
 
-    Args:
-        path: The file.
-        tensors: Tensors by name.
-        format: What kind of file it is, "posthoc-head" for example.
-        config: JSON to store beside the tensors.
-        check: Called with the path of the complete temporary file. If it raises, nothing is written.
+    Equal contents give equal bytes. `check` gets the path of the complete temporary file.
     """
     from safetensors.torch import save
 
@@ -190,7 +183,7 @@ def write_tensors(
             check(temporary)
 
 
-def read_tensors(path: str | os.PathLike[str], format: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_tensors(path: StrPath, format: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the config of a file that `write_tensors` wrote in this format.
 
     Raises:
@@ -210,12 +203,9 @@ def read_tensors(path: str | os.PathLike[str], format: str) -> tuple[dict[str, T
     if document.pop("format", None) != format:
         raise FileError(f"Expected a {kind} that posthoc saved, found a safetensors file of another origin: {path}.")
     if (version := document.pop("version")) != VERSION:
-        advice = "load it with the posthoc that wrote it, or fit and save again with this one"
-        raise FileError(f"Expected format version {VERSION}, found {version} in {path}: {advice}.")
+        raise FileError(f"Expected format version {VERSION}, found {version} in {path}: use the posthoc that wrote it.")
     if document.pop("sha256") != contents_sha256(tensors, document):
-        raise FileError(
-            f"Expected a {kind} as posthoc wrote it, found a damaged or changed one: {path}. Make it again."
-        )
+        raise FileError(f"Expected a {kind} as it was written, found a damaged or changed one: {path}. Make it again.")
     return tensors, document
 
 
@@ -229,21 +219,17 @@ def contents_sha256(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
 
 
 def write_head(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, Tensor],
-    header: Mapping[str, Any],
-    *,
-    check: Callable[[Path], object] | None = None,
+    path: StrPath, tensors: Mapping[str, Tensor], header: Mapping[str, Any], *, check: Check | None = None
 ) -> None:
     """Writes a fitted head, whose parameters must be finite; for `check` see `write_tensors`."""
     # The bounds that GPyTorch keeps beside its parameters may be infinite.
     reals = {k: t for k, t in tensors.items() if t.is_floating_point() and not k.endswith("_bound")}
     if wrong := [k for k, tensor in reals.items() if not bool(tensor.isfinite().all())]:
         raise FileError(f"Expected finite parameters, found NaN or infinity in {', '.join(wrong)}: fit again.")
-    write_tensors(path, tensors, HEAD, header, check=check)
+    write_tensors(path, tensors, HEAD, header, check)
 
 
-def read_head(path: str | os.PathLike[str], method: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_head(path: StrPath, method: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the header of a file that `write_head` wrote, of this method unless it is None."""
     tensors, header = read_tensors(path, HEAD)
     if method is not None and header["method"] != method:
@@ -252,7 +238,18 @@ def read_head(path: str | os.PathLike[str], method: str | None = None) -> tuple[
 
 
 @contextmanager
-def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+def parsing(path: Path, form: str) -> Iterator[None]:
+    """Makes one error of the many that a damaged file may raise."""
+    try:
+        yield
+    except PosthocError:
+        raise
+    except Exception as error:
+        raise FileError(f"Expected {form}, found that {path} cannot be read ({error}): save it again.") from error
+
+
+@contextmanager
+def reading(path: StrPath) -> Iterator[None]:
     """Names the file in an error; errors that may be about the caller's arguments or the device keep their type."""
     try:
         yield

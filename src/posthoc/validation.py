@@ -22,11 +22,11 @@ def regression_targets(y: Any, mean: Tensor) -> Tensor:
     y = as_targets(y, mean)
     if y.is_complex() or y.dtype == torch.bool:
         raise DataError(f"Expected real numbers as regression targets, got {y.dtype}.")
-    if y.shape != mean.shape:
-        if not (y.numel() == mean.numel() == len(mean) and y.shape[:1] == mean.shape[:1]):
-            got = f"{tuple(y.shape)}: reshape the targets (they are not broadcast)"
-            raise DataError(f"Expected targets of the network's output shape {tuple(mean.shape)}, got {got}.")
+    if y.numel() == mean.numel() == len(mean) and y.shape[:1] == mean.shape[:1]:
         y = y.reshape(mean.shape)
+    if y.shape != mean.shape:
+        shapes = f"output shape {tuple(mean.shape)}, got {tuple(y.shape)}"
+        raise DataError(f"Expected targets of the network's {shapes}: reshape the targets (they are not broadcast).")
     require_finite(y, "targets")
     return y
 
@@ -39,17 +39,13 @@ def class_labels(y: Any, mean: Tensor) -> Tensor:
     """
     y = as_targets(y, mean)
     n, classes = mean.shape
-    if y.shape == mean.shape:
-        got = f"{tuple(y.shape)}. These look one-hot: use y.argmax(-1)"
-        raise DataError(f"Expected one class label a row, shape ({n},), got {got}.")
+    if y.shape not in ((n,), (n, 1)):
+        advice = ". These look one-hot: use y.argmax(-1)" if y.shape == mean.shape else ""
+        raise DataError(f"Expected one class label a row, shape ({n},), got {tuple(y.shape)}{advice}.")
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         advice = 'use .long(), or likelihood="regression" (--task regression)'
         raise DataError(f"Expected integer class labels from 0 to {classes - 1}, got {y.dtype}: {advice}.")
-    if y.shape == (n, 1):
-        y = y.squeeze(1)
-    if y.shape != (n,):
-        raise DataError(f"Expected one class label a row, shape ({n},), got {tuple(y.shape)}.")
-    y = y.long()
+    y = y.reshape(n).long()
     if n and (int(y.min()) < 0 or int(y.max()) >= classes):
         wrong = int(((y < 0) | (y >= classes)).nonzero()[0])
         got = f"{int(y[wrong])} in row {wrong}." + (" Do they start at 1?" if int(y.min()) == 1 else "")
@@ -73,13 +69,7 @@ def as_numbers(values: Any, dtype: torch.dtype | None = None) -> Tensor | None:
 
 
 def require_finite(values: Tensor, name: str, *, first_row: int = 0) -> None:
-    """Raises `DataError` for NaN and infinity.
-
-    Args:
-        values: The values, with one row for each point.
-        name: What they are, for the message.
-        first_row: The number of the first row in the whole data.
-    """
+    """Raises `DataError` for NaN and infinity; the message calls the values `name` and counts rows from `first_row`."""
     if not values.is_floating_point() or math.isfinite(values.sum()):  # which takes a third of the time
         return
     finite = values.isfinite()
@@ -135,11 +125,12 @@ def choice(name: str, value: Any, options: tuple[str, ...]) -> None:
 
 def known_device(device: str | torch.device | None) -> torch.device | None:
     """A device as `torch.device`; raises `OptionError` if this machine does not have it."""
+    if device is None:
+        return None
     try:
-        known = torch.device(device) if device is not None else None
+        known = torch.device(device)
     except RuntimeError as error:
         raise OptionError(f"Expected a device such as cpu, cuda or cuda:1, got {device!r}.") from error
-    if known is not None and known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
+    if known.type == "cuda" and (known.index or 0) >= (count := torch.cuda.device_count()):
         raise OptionError(f"Expected a device that is there, got {device}: torch sees {count} GPUs.")
     return known

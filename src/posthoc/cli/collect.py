@@ -55,9 +55,8 @@ def collect(
     """
     from posthoc.integrations.models import Plan
 
-    table: dict[str, Any] = {"input_columns": tuple(input_column or ()), "target_column": target_column}
-    run: dict[str, Any] = {"inputs": inputs, "device": device, "trust_code": trust_code}
-    plan = Plan(predictor, data, layer, weights, transform, **table, **run)
+    columns = (tuple(input_column or ()), target_column)
+    plan = Plan(predictor, data, layer, weights, transform, *columns, inputs, device, trust_code)
     options: dict[str, Any] = {"batch_size": batch_size, "force": force}
     with interruptible(f"run the same command again to go on in {out}"):
         if engine == "ray":

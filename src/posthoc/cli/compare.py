@@ -63,7 +63,7 @@ def compare(
     tables = options_by_method(shared.read_config(config, set_), list(chosen))
     paths = {"train": train, "test": test} | {role: path for role, path in (("ood", ood), ("val", val)) if path}
     columns = shared.read_columns(outputs=outputs, targets=targets, features=features, inputs=inputs)
-    data = open_data(paths, columns)
+    data = shared.open_data(paths, columns)
     kind = check_data(data, task, outputs_are or "logits")
     refused: list[Row] = []
     fits: dict[str, dict[str, Any]] = {}
@@ -115,20 +115,10 @@ def options_by_method(options: dict[str, Any], names: list[str]) -> dict[str, di
     for key, value in options.items():
         name, dot, option = key.partition(".")
         if name not in names or not (dot or isinstance(value, dict)):
-            known = f"The methods are: {', '.join(names)}."
-            raise OptionError(
-                f"Expected options of a method that is compared, such as fmgp.steps, got {key!r}. {known}"
-            )
+            known = f"The methods are: {', '.join(names)}; write fmgp.steps, for example."
+            raise OptionError(f"Expected options of a method that is compared, got {key!r}. {known}")
         tables.setdefault(name, {}).update({option: value} if dot else value)
     return tables
-
-
-def open_data(paths: dict[str, str], columns: shared.Columns) -> dict[str, Outputs]:
-    """The outputs by their role; those out of distribution without targets."""
-    from posthoc.collect import open_outputs
-
-    bare = {part: names for part, names in (columns or {}).items() if part != "targets"} or None
-    return {role: open_outputs(path, columns=bare if role == "ood" else columns) for role, path in paths.items()}
 
 
 def check_data(data: dict[str, Outputs], task: str | None, outputs_are: str) -> str:
@@ -195,7 +185,7 @@ def fit_and_score(
     from posthoc.evaluate.compare import trial
 
     with shared.messages_on_stderr():
-        data = open_data(paths, columns)
+        data = shared.open_data(paths, columns)
         cost.warm_up(device)
         row = trial(name, lambda: shared.build_method(name, task, options, device), **data)
     header = row.fitted._header() if row.fitted is not None else {}

@@ -30,15 +30,13 @@ def evaluate(
     from rich.table import Table
 
     from posthoc import methods
-    from posthoc.collect import open_outputs
     from posthoc.evaluate.evaluate import evaluate as evaluate_method
 
     columns = shared.read_columns(outputs=outputs, targets=targets, features=features, inputs=inputs)
     method = methods.load(head, device=device)
-    rows = open_outputs(test, columns=columns)
-    bare = shared.read_columns(outputs=outputs, features=features, inputs=inputs)
-    figures = evaluate_method(method, rows, ood=open_outputs(ood, columns=bare) if ood is not None else None)
-    table = Table("", "bare predictor", method.name, title=f"{len(rows):,} rows", title_justify="left")
+    data = shared.open_data({"test": test} | ({"ood": ood} if ood is not None else {}), columns)
+    figures = evaluate_method(method, data["test"], ood=data.get("ood"))
+    table = Table("", "bare predictor", method.name, title=f"{len(data['test']):,} rows", title_justify="left")
     for figure in (key for key in figures if not key.startswith("base_")):
         table.add_row(figure, f"{figures[f'base_{figure}']:.4f}", f"{figures[figure]:.4f}")
     Console().print(table)

@@ -57,15 +57,13 @@ def read_columns(**options: str | None) -> Columns:
 
 def read_config(path: Path | None, settings: list[str] | None) -> dict[str, Any]:
     """A method's options from a TOML file, and from `--set name=value`, which comes after it."""
-    from posthoc.io import require_regular
+    from posthoc.io import parsing, require_regular
 
     options: dict[str, Any] = {}
     if path is not None:
         require_regular(path)
-        try:
+        with parsing(path, f"TOML in {path}"):
             options = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise FileError(f"Expected TOML in {path}, found something else ({error}).") from error
     for setting in settings or ():
         name, equals, value = setting.partition("=")
         if not equals:
@@ -101,24 +99,28 @@ def build_method(name: str, task: str, options: dict[str, Any], device: str | No
     return method_named(name)(None, make_likelihood({"type": task, **table}), **options)
 
 
+def open_data(paths: dict[str, str], columns: Columns) -> dict[str, Outputs]:
+    """The outputs by their role; those out of distribution without targets."""
+    from posthoc.collect import open_outputs
+
+    bare = {part: names for part, names in (columns or {}).items() if part != "targets"} or None
+    return {role: open_outputs(path, columns=bare if role == "ood" else columns) for role, path in paths.items()}
+
+
 def describe(rows: Outputs) -> str:
     """The size of some outputs, in words."""
-    blocks = {name: rows.space(name) for name in ("outputs", "features", "inputs")}
-    widths = {name: block.shape[1] for name, block in blocks.items() if block is not None}
-    sizes = ", ".join(f"{width:,} {name if width != 1 else name[:-1]}" for name, width in widths.items())
-    return f"{len(rows):,} rows ({sizes})"
+    blocks = {name: block for name in ("outputs", "features", "inputs") if (block := rows.space(name)) is not None}
+    sizes = [f"{block.shape[1]:,} {name if block.shape[1] != 1 else name[:-1]}" for name, block in blocks.items()]
+    return f"{len(rows):,} rows ({', '.join(sizes)})"
 
 
 # Outputs
 
 
 def require_output(path: Path, *, force: bool, inputs: Iterable[str | Path | None] = ()) -> None:
-    """Refuse, before the work, an output that cannot or must not be written.
+    """Refuse, before the work, a file that cannot be written, or that exists, if not `force`.
 
-    Args:
-        path: The file to write.
-        force: Whether an existing file may be replaced.
-        inputs: The inputs of the same command, which are never replaced.
+    The inputs of the same command are never replaced.
     """
     from posthoc.collect.files import split_range
     from posthoc.io import require_writable

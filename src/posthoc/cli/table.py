@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from posthoc.errors import OptionError
-from posthoc.io import atomic_path
+from posthoc.io import StrPath, atomic_path
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.classification import ClassificationPredictive
@@ -19,16 +18,11 @@ from posthoc.predictive.classification import ClassificationPredictive
 Columns = dict[str, np.ndarray[Any, Any]]
 
 
-def write_predictions(parts: Iterable[Predictive], path: str | os.PathLike[str]) -> int:
-    """Write a table of predictions, whole or not at all.
+def write_predictions(parts: Iterable[Predictive], path: StrPath) -> int:
+    """Write a table of predictions, some rows at a time but whole or not at all; returns the number of rows.
 
-    Args:
-        parts: The predictions, some rows at a time.
-        path: The table. For regression its columns are row, mean and std; for classification they are row, label,
-            probs, entropy and std, which is the logit's of the label.
-
-    Returns:
-        The number of rows.
+    For regression its columns are row, mean and std; for classification they are row, label, probs, entropy and std,
+    which is the logit's of the label.
     """
     write, rows = require_table(path), 0
 
@@ -54,7 +48,7 @@ def columns(part: Predictive, first: int) -> Columns:
     return table | {name: values[name][:, 0] if alone else values[name] for name in ("mean", "std")}
 
 
-def require_table(path: str | os.PathLike[str]) -> Callable[[Path, Iterator[Columns]], None]:
+def require_table(path: StrPath) -> Callable[[Path, Iterator[Columns]], None]:
     """The function that writes a table of this suffix; raises, before the work, if there is none."""
     suffix = Path(path).suffix
     if suffix == ".csv":

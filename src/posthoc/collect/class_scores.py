@@ -43,15 +43,10 @@ MOST_VALUES = 4096
 
 
 class Rounding(NamedTuple):
-    """How coarse the probabilities of a data set are.
+    """How coarse the probabilities of a data set are."""
 
-    Attributes:
-        floor: The probability that an exact 0 stands for.
-        unit: The unit that all probabilities are multiples of, or 0 if they are not rounded.
-    """
-
-    floor: float
-    unit: float
+    floor: float  # the probability that an exact 0 stands for
+    unit: float  # the unit that all probabilities are multiples of, or 0 if they are not rounded
 
     def sum_error(self, classes: int) -> float:
         """How far the sum of a row may deviate from 1."""
@@ -91,9 +86,7 @@ def find_rounding(outputs: Tensor, kind: str) -> Rounding:
     otherwise for half of the smallest positive value. With fewer than ten values strictly between 0 and 1 neither is
     known, and a 0 stands for the machine epsilon.
 
-    Args:
-        outputs: As for `as_logits`.
-        kind: As for `as_logits`; of logits nothing is derived.
+    The arguments are those of `as_logits`. Of logits nothing is derived.
     """
     columns = as_columns(outputs, kind)
     limits = torch.finfo(torch.promote_types(columns.dtype, torch.float32))

@@ -13,9 +13,9 @@ import numpy as np
 from posthoc.collect.folder import LOCK, Manifest, arrays_of, open_folder, require_ours, row_type
 from posthoc.collect.loaders import Array, array_of, listed, tensor_of
 from posthoc.collect.outputs import NAMES, Outputs
-from posthoc.collect.tables import Columns, read_csv, read_parquet, unreadable, write_parquet
+from posthoc.collect.tables import Columns, read_csv, read_parquet, write_parquet
 from posthoc.errors import DataError, FileError, OptionError
-from posthoc.io import atomic_folder, atomic_path, lock, require_regular, writing
+from posthoc.io import atomic_folder, atomic_path, lock, parsing, require_regular, writing
 
 
 def open_outputs(path: str | os.PathLike[str], *, columns: Columns | None = None) -> Outputs:
@@ -157,40 +157,29 @@ def form_of(path: Path) -> str:
         return "CSV"
     others = {b"": "an empty file", b"\x93": "a single .npy array", b"\x80": "a pickle, which is never opened,"}
     found = others.get(start[:1], "something else (or a damaged file)")
-    advice = "np.savez(path, outputs=..., targets=...) makes one."
-    raise FileError(
-        f"Expected an .npz, .safetensors, Parquet or CSV file, or a folder, found {found} in {path}. {advice}"
-    )
+    expected = "Expected an .npz, .safetensors, Parquet or CSV file, or a folder"
+    raise FileError(f"{expected}, found {found} in {path}. np.savez(path, outputs=..., targets=...) makes one.")
 
 
 # Files of named arrays. Names that are not ours are left alone.
 
 
 def read_npz(path: Path) -> dict[str, Array]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: np.asarray(file[name]) for name in ours(path, file.files)}
-    except FileError:
-        raise
-    except Exception as error:  # a damaged archive fails in many ways
-        raise unreadable(path, "an .npz file of arrays of numbers", error) from error
+    with parsing(path, "an .npz file of arrays of numbers"), np.load(path, allow_pickle=False) as file:
+        return {name: np.asarray(file[name]) for name in ours(path, file.files)}
 
 
 def read_safetensors(path: Path) -> dict[str, Array]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: array_of(file.get_tensor(name), name) for name in ours(path, file.keys())}
-    except SafetensorError as error:
-        raise unreadable(path, "a safetensors file", error) from error
+    with parsing(path, "a safetensors file"), safe_open(path, framework="pt") as file:
+        return {name: array_of(file.get_tensor(name), name) for name in ours(path, file.keys())}
 
 
 def ours(path: Path, names: list[str]) -> list[str]:
     """The names in a file that are parts of `Outputs`."""
     if "outputs" not in names:
-        found = f"{listed(names)}: rename the arrays to {', '.join(NAMES)}"
-        raise FileError(f"Expected an array named outputs in {path}, found {found}.")
+        raise FileError(f"Expected an array named outputs in {path}, found {listed(names)}: rename the arrays.")
     return [name for name in NAMES if name in names]
 
 

@@ -36,7 +36,8 @@ def fingerprint(module: nn.Module | None) -> str | None:
         return None
     parts = [hash_weights(module)]
     if not any(isinstance(part, torch.jit.ScriptModule | GraphModule) for part in module.modules()):
-        parts.append(hash_layers(module))
+        layers = [f"{path} {type(part).__name__} {settings(part)}\n" for path, part in module.named_modules()]
+        parts.append(hashlib.sha256("".join(layers).encode()).hexdigest())
     return ":".join(parts)
 
 
@@ -48,8 +49,8 @@ def require_same_network(expected: str | None, module: nn.Module | None) -> None
     kinds = ("weights or buffers", "layers (their classes or settings)")
     for kind, then, now in zip(kinds, expected.split(":"), found.split(":"), strict=False):
         if then != now:
-            found = f"another ({now[:8]}): its {kind} differ. Load the right network, or fit again."
-            raise FileError(f"Expected the network this head was fitted on (fingerprint {then[:8]}), found {found}")
+            found = f"another ({now[:12]}): its {kind} differ. Load the right network, or fit again."
+            raise FileError(f"Expected the network this head was fitted on (fingerprint {then[:12]}), found {found}")
 
 
 def hash_weights(module: nn.Module) -> str:
@@ -63,11 +64,6 @@ def hash_weights(module: nn.Module) -> str:
             some = flat[:: max(1, flat.numel() // MOST_VALUES)].cpu().contiguous()
             digest.update(some.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def hash_layers(module: nn.Module) -> str:
-    lines = [f"{path} {type(part).__name__} {settings(part)}\n" for path, part in module.named_modules()]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def settings(part: nn.Module) -> list[str]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from posthoc.collect.loaders import Array, array_of, listed
 from posthoc.collect.outputs import NAMES, Outputs
 from posthoc.errors import DataError, FileError
-from posthoc.io import atomic_path, lock, require_regular, require_writable, sync_folder, writing
+from posthoc.io import atomic_path, lock, parsing, require_regular, require_writable, sync_folder, writing
 
 MANIFEST = "outputs.json"
 LOCK = ".lock"
@@ -74,8 +74,8 @@ class Manifest:
     identity: dict[str, Any]
     arrays: dict[str, np.dtype[Any]]
 
-    def write(self, folder: Path) -> None:
-        """Replaces the manifest in the folder by this one, whole or not at all, and waits for the disk."""
+    def write(self, folder: Path) -> Self:
+        """Replaces the manifest in the folder, whole or not at all, and waits for the disk; returns the manifest."""
         arrays = {name: {"dtype": row.base.name, "width": row.shape} for name, row in self.arrays.items()}
         document = {"format": FORMAT, "version": VERSION, **vars(self), "arrays": arrays}
         with atomic_path(folder / MANIFEST) as temporary, temporary.open("w", encoding="utf-8") as file:
@@ -83,6 +83,7 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
         sync_folder(folder)
+        return self
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -90,14 +91,10 @@ class Manifest:
         document = read_document(folder)
         if (version := document.get("version")) != VERSION:
             raise FileError(f"Expected format version {VERSION}, found {version} in {folder}. {DAMAGED}")
-        try:
+        with parsing(folder, "rows, identity and arrays"):
             arrays = {name: document["arrays"][name] for name in NAMES if name in document["arrays"]}
             types = {name: np.dtype((each["dtype"], tuple(each["width"]))) for name, each in arrays.items()}
             return cls(int(document["rows"]), bool(document["complete"]), dict(document["identity"]), types)
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileError(
-                f"Expected rows, identity and arrays in {folder / MANIFEST}: {error!r}. {DAMAGED}"
-            ) from error
 
 
 def read_document(folder: Path) -> dict[str, Any]:
@@ -106,10 +103,8 @@ def read_document(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileError(f"Expected a folder written by posthoc, found {folder} without {MANIFEST}: check the path.")
     require_regular(path)
-    try:
+    with parsing(path, "JSON written by posthoc"):
         document = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"Expected JSON written by posthoc, found something else in {path} ({error}).") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise FileError(f"Expected {MANIFEST} written by posthoc, found one of another origin: {path}.")
     return document
@@ -123,9 +118,8 @@ def open_folder(folder: Path) -> Outputs:
         raise FileError(f"Expected a finished folder, found {manifest.rows} rows so far in {folder}. {advice}")
     if not manifest.rows or "outputs" not in manifest.arrays:
         raise FileError(f"Expected at least one row of outputs in {folder}, found none. {DAMAGED}")
-    return Outputs.trusted(
-        **{name: mapped(folder / f"{name}.npy", row, manifest.rows) for name, row in manifest.arrays.items()}
-    )
+    parts = {name: mapped(folder / f"{name}.npy", row, manifest.rows) for name, row in manifest.arrays.items()}
+    return Outputs.trusted(**parts)
 
 
 def mapped(path: Path, row: np.dtype[Any], rows: int) -> Tensor:
@@ -156,6 +150,9 @@ class OutputsWriter:
         identity: A JSON mapping of all that the rows depend on. A folder of another identity is refused.
         force: Whether to start a folder over, whatever outputs it holds.
 
+    Attributes:
+        rows: The number of rows so far, those of an earlier run included.
+
     Example:
         >>> import tempfile
         >>> folder = tempfile.mkdtemp()
@@ -178,16 +175,11 @@ class OutputsWriter:
                 require_writable(self.folder).mkdir(exist_ok=True)
             stack.enter_context(lock(self.folder / LOCK))
             self._manifest = begin(self.folder, wanted, force=force)
-            self._rows, self._types = self._manifest.rows, self._manifest.arrays
+            self.rows, self._types = self._manifest.rows, self._manifest.arrays
             self._open_files(stack)
             self._stack = stack.pop_all()
         self._open = True
         self._committed_at = time.monotonic()
-
-    @property
-    def rows(self) -> int:
-        """The number of rows so far, those of an earlier run included."""
-        return self._rows
 
     def append(self, outputs: Outputs) -> None:
         """Adds rows with the same arrays, dtypes and widths as those before; they count a few seconds later."""
@@ -204,20 +196,20 @@ class OutputsWriter:
                 self._open_files(self._stack)
                 sync_folder(self.folder)
             for name, array in arrays.items():
-                write_at(self._files[name], file_size(types[name], self._rows), np.ascontiguousarray(array).data)
-            self._rows += len(outputs)
+                write_at(self._files[name], file_size(types[name], self.rows), np.ascontiguousarray(array).data)
+            self.rows += len(outputs)
             if time.monotonic() - self._committed_at >= COMMIT_SECONDS:
                 self._commit()
 
     def finish(self) -> None:
         """Marks the folder complete, so that it can be opened, and closes it for writing."""
         self._require_open()
-        if not self._rows:
+        if not self.rows:
             raise DataError(f"Expected at least one row to finish {self.folder} with, got none: append some first.")
         with self._writing():
             self._commit()  # the headers are changed once all rows count: a run that goes on needs to know them
             for name, file in self._files.items():
-                write_at(file, 0, header(self._types[name], self._rows))
+                write_at(file, 0, header(self._types[name], self.rows))
             self._commit(complete=True)
         self._open = False
         self._stack.close()
@@ -235,20 +227,18 @@ class OutputsWriter:
     def _open_files(self, stack: ExitStack) -> None:
         for name, row in self._types.items():
             path = self.folder / f"{name}.npy"
-            file = self._files[name] = stack.enter_context(path.open("r+b" if self._rows else "w+b", buffering=0))
-            if self._rows:
-                require_array(file, path, row, self._rows, complete=False)
+            file = self._files[name] = stack.enter_context(path.open("r+b" if self.rows else "w+b", buffering=0))
+            if self.rows:
+                require_array(file, path, row, self.rows, complete=False)
             write_at(file, 0, header(row, 0))
 
     def _commit(self, *, complete: bool = False) -> None:
         """Waits until all rows are on the disk, and records that they count."""
-        if self._rows > self._manifest.rows or complete:
+        if self.rows > self._manifest.rows or complete:
             for name, file in self._files.items():
-                file.truncate(file_size(self._types[name], self._rows))
+                file.truncate(file_size(self._types[name], self.rows))
                 os.fsync(file.fileno())
-            manifest = Manifest(self._rows, complete, self._manifest.identity, self._types)
-            manifest.write(self.folder)
-            self._manifest = manifest
+            self._manifest = Manifest(self.rows, complete, self._manifest.identity, self._types).write(self.folder)
         self._committed_at = time.monotonic()
 
     def _require_open(self) -> None:
@@ -280,17 +270,14 @@ def require_ours(folder: Path) -> None:
     if (folder / MANIFEST).exists():
         read_document(folder)
     elif others := [n for n in sorted(os.listdir(folder)) if n != LOCK and not n.startswith(f".{MANIFEST}.")]:
-        raise FileError(
-            f"Expected a new or empty folder, or one of outputs, found {folder} with {listed(others, 5)} in it."
-        )
+        raise FileError(f"Expected an empty folder, or one of outputs, found {folder} with {listed(others, 5)} in it.")
 
 
 def begin(folder: Path, identity: dict[str, Any], *, force: bool) -> Manifest:
     """The manifest to go on from; arrays that it does not list are removed."""
     manifest = Manifest.read(folder) if (folder / MANIFEST).exists() and not force else None
     if manifest is None or not manifest.rows:  # a run that failed before its first row leaves nothing to go on with
-        manifest = Manifest(0, False, identity, {})
-        manifest.write(folder)
+        manifest = Manifest(0, False, identity, {}).write(folder)
     require_same(folder, manifest.identity, identity)
     if manifest.complete:
         advice = "Open it with open_outputs, or start over with --force (force=True)."

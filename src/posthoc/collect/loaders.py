@@ -30,6 +30,11 @@ class Batch(NamedTuple):
     kwargs: dict[str, Any]
     target: Any | None
 
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with a function applied to the tensors among its arguments."""
+        args, kwargs = change_tensors(self[:2], lambda value: change(value) if isinstance(value, Tensor) else value)
+        return Batch(args, kwargs, self.target)
+
 
 def read_batch(batch: Any) -> Batch:
     """Takes a batch apart: (x, y), (x₁, x₂, …, y), a mapping with its targets under a usual key, or inputs alone."""
@@ -70,8 +75,7 @@ def iterate(data: Any, batch_size: int) -> Iterator[Any]:
         # With a generator of its own: a DataLoader without one draws a seed from the global generator.
         yield from DataLoader(data, batch_size=batch_size, collate_fn=collate, generator=torch.Generator())
     elif is_list(data) and len(data) and is_numbers(data):
-        advice = "give np.asarray(data, dtype=np.float32)"
-        raise DataError(f"Expected arrays or batches, got a list of numbers, which could be either: {advice}.")
+        raise DataError("Expected arrays or batches, got a list of numbers: give np.asarray(data, dtype=np.float32).")
     elif isinstance(data, Iterable):
         yield from stream(data, batch_size)
     else:
@@ -165,8 +169,7 @@ def leaves(value: Any) -> list[Any]:
 
 def copied(batch: Batch) -> Batch:
     """The batch with tensors of its own, for a network that may work in place or is run several times."""
-    args, kwargs = change_tensors((batch.args, batch.kwargs), lambda v: v.clone() if isinstance(v, Tensor) else v)
-    return Batch(args, kwargs, batch.target)
+    return batch.with_tensors(torch.clone)
 
 
 def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -242,8 +245,7 @@ def is_list(data: Any) -> bool:
 
 
 def stands_for_array(data: Any) -> bool:
-    numbers = is_list(data) and (is_numbers(data) or is_array(data[0]))
-    return is_array(data) or is_table(data) or numbers
+    return is_array(data) or is_table(data) or (is_list(data) and (is_numbers(data) or is_array(data[0])))
 
 
 def as_array(data: Any) -> Any:

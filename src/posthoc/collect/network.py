@@ -16,19 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from posthoc.collect.loaders import (
-    Batch,
-    as_tensor,
-    change_tensors,
-    copied,
-    is_array,
-    is_list,
-    iterate,
-    listed,
-    move,
-    read_batch,
-    tensors_of,
-)
+from posthoc.collect.loaders import Batch, as_tensor, copied, is_array, iterate, listed, move, read_batch, tensors_of
 from posthoc.collect.outputs import Outputs, join
 from posthoc.errors import DataError, LayerError, PosthocError
 from posthoc.validation import require_finite
@@ -82,11 +70,9 @@ def evaluating(module: nn.Module | None) -> Iterator[None]:
 def exclusive(module: nn.Module | None) -> Iterator[None]:
     """Waits until no other thread runs the module that is in eval mode by `evaluating`."""
     state = RUNNING.get(module) if module is not None else None
-    if state is None:
-        yield
-        return
-    state.threads.add(threading.get_ident())
-    with state.lock:
+    if state is not None:
+        state.threads.add(threading.get_ident())
+    with state.lock if state is not None else nullcontext():
         yield
 
 
@@ -162,8 +148,7 @@ def refuse_other_threads(module: nn.Module, args: Any) -> None:
     """A hook on networks that `evaluating` took out of training mode; in a copy of the network it does nothing."""
     state = RUNNING.get(module)
     if state is not None and threading.get_ident() not in state.threads:
-        advice = "Predict with copy.deepcopy(model), or train and predict in turn."
-        raise PosthocError(f"The network is in eval mode, since another thread predicts with it. {advice}")
+        raise PosthocError("The network is in eval mode: another thread predicts with it. Use copy.deepcopy(model).")
 
 
 def version(tensor: Tensor) -> int:
@@ -233,7 +218,7 @@ def in_rows(outputs: Tensor, batch: Batch, width: Width) -> Tensor:  # (N, ...)
 
 
 def length(value: Any) -> int | None:
-    return len(value) if is_list(value) or (is_array(value) and value.ndim) else None
+    return len(value) if isinstance(value, list | tuple) or (is_array(value) and value.ndim) else None
 
 
 # The predictor.
@@ -316,11 +301,9 @@ class Backbone:
         """Registers a hook on the feature layer, which hands its values over; returns the handle."""
         assert self.module is not None
         layer = self.module.get_submodule(str(self.layer))
-        if self.takes_input:
-            return layer.register_forward_pre_hook(
-                lambda _, args, kwargs: capture(args or tuple(kwargs.values())), with_kwargs=True
-            )
-        return layer.register_forward_hook(lambda _, args, output: capture(output))
+        if not self.takes_input:
+            return layer.register_forward_hook(lambda _, args, output: capture(output))
+        return layer.register_forward_pre_hook(lambda _, args, more: capture((*args, *more.values())), with_kwargs=True)
 
     def features_of(self, batch: Batch, captured: Tensor | None, rows: int) -> Tensor:  # (rows, D)
         """The features of a batch from what the layer's hook captured."""
@@ -373,11 +356,12 @@ class Reader:
         """What the model returns for a batch. The inputs, which may be the user's own, stay as they are."""
         tensors = tensors_of(batch)
         before = [(tensor, version(tensor), tensor.detach().clone()) for tensor in tensors]
-        args, kwargs = change_tensors((batch.args, batch.kwargs), in_same_memory)
+        # The model may change their shapes and flags; in other memory its outputs may differ in the last bit.
+        own = batch.with_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
         self.thread, self.captured = threading.get_ident(), None
         try:
             # A copy, since a predictor may return the same buffer every time, or what it was given.
-            return read_outputs(self.backbone.model(*args, **kwargs)).detach().clone()
+            return read_outputs(self.backbone.model(*own.args, **own.kwargs)).detach().clone()
         except PosthocError:
             raise
         except Exception as error:
@@ -400,11 +384,6 @@ class Reader:
         if not isinstance(value, Tensor):
             raise LayerError(f"Expected the feature layer to return a tensor, got {type(value).__name__}.")
         self.captured = value.clone()  # a later layer may work on it in place
-
-
-def in_same_memory(value: Any) -> Any:
-    """A tensor that the model may change in shape and flags; in other memory its outputs may differ in the last bit."""
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def read_inputs(tensors: list[Tensor], rows: int) -> Tensor:  # (rows, D)

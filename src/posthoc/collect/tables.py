@@ -14,7 +14,8 @@ import numpy as np
 
 from posthoc.collect.loaders import TEXT_ADVICE, Array, listed, tensor_of
 from posthoc.collect.outputs import NAMES
-from posthoc.errors import DataError, FileError, OptionError, PosthocError
+from posthoc.errors import DataError, FileError, OptionError
+from posthoc.io import parsing
 from posthoc.optional import require
 
 Columns = Mapping[str, str | Sequence[str]]
@@ -80,27 +81,20 @@ def used(chosen: Mapping[str, list[str]]) -> list[str]:
     return list(dict.fromkeys(name for names in chosen.values() for name in names))
 
 
-def unreadable(path: Path, form: str, error: Exception) -> FileError:
-    return FileError(f"Expected {form}, found that {path} cannot be read ({error}): save it again.")
-
-
 # CSV.
 
 
 def read_csv(path: Path, columns: Columns | None) -> dict[str, Any]:
     """The arrays of a text table whose first line names the columns; commas, semicolons or tabs between them."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            first = file.readline()
-            file.seek(0)
-            lines = filter(None, csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True))
-            names = [name.strip() for name in next(lines, [])]
-            if all(map(is_number, names)):
-                raise FileError(f"Expected names of columns in the first line of {path}, found none: add that line.")
-            chosen = choose(path, names, columns)
-            numbers = np.fromiter(read_numbers(path, lines, names, used(chosen)), float)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise unreadable(path, "a CSV table in UTF-8", error) from error
+    with parsing(path, "a CSV table in UTF-8"), path.open(encoding="utf-8-sig", newline="") as file:
+        first = file.readline()
+        file.seek(0)
+        lines = filter(None, csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True))
+        names = [name.strip() for name in next(lines, [])]
+        if all(map(is_number, names)):
+            raise FileError(f"Expected names of columns in the first line of {path}, found none: add that line.")
+        chosen = choose(path, names, columns)
+        numbers = np.fromiter(read_numbers(path, lines, names, used(chosen)), float)
     values = dict(zip(used(chosen), numbers.reshape(-1, len(used(chosen))).T, strict=True))
     for name in chosen.get("targets", []):
         if (abs(values[name]) < 2**53).all() and (values[name] % 1.0 == 0.0).all():
@@ -136,14 +130,9 @@ def is_number(text: str) -> bool:
 def read_parquet(path: Path, columns: Columns | None) -> dict[str, Any]:
     """The arrays of a Parquet file: a column of numbers each, of lists of one length, or several columns."""
     parquet = require("pyarrow.parquet", "tables", "Reading Parquet")
-    try:
-        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            chosen = choose(path, file.schema_arrow.names, columns)
-            table = file.read(columns=used(chosen))
-    except PosthocError:
-        raise
-    except Exception as error:  # a damaged file fails in many ways
-        raise unreadable(path, "a Parquet file", error) from error
+    with parsing(path, "a Parquet file"), parquet.ParquetFile(path, page_checksum_verification=True) as file:
+        chosen = choose(path, file.schema_arrow.names, columns)
+        table = file.read(columns=used(chosen))
     return assemble(chosen, columns, {name: values_of(table.column(name), name) for name in used(chosen)})
 
 

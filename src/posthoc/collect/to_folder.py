@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import count, islice
@@ -15,6 +14,7 @@ from posthoc.collect.fingerprint import fingerprint
 from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs, join
 from posthoc.errors import DataError, PosthocError
+from posthoc.io import StrPath
 from posthoc.progress import progress_bar
 from posthoc.validation import integer
 
@@ -25,7 +25,7 @@ Span = tuple[int, int]
 def collect_to_folder(
     backbone: Backbone,
     data: Any,
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     *,
     identity: Mapping[str, Any],
     collate: Callable[[list[Any]], Any] = default_collate,
@@ -57,9 +57,8 @@ def collect_to_folder(
     integer("batch_size", batch_size, 1)
     integer("workers", workers, 0)
     layer = f"input of {backbone.layer}" if backbone.takes_input else backbone.layer
-    identity = {"layer": layer, "inputs": inputs, **identity}
-    if "network" not in identity:
-        identity["network"] = fingerprint(backbone.module)
+    network = identity["network"] if "network" in identity else fingerprint(backbone.module)
+    identity = {"layer": layer, "inputs": inputs, **identity, "network": network}
     total = len(data) if hasattr(data, "__len__") else None  # else only going through them would tell
 
     def parts(start: int) -> Generator[Outputs]:
@@ -81,7 +80,7 @@ def collect_to_folder(
 
 def write_to_folder(
     parts: Callable[[int], Generator[Outputs]],
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     *,
     identity: Mapping[str, Any],
     total: int | None,

@@ -156,23 +156,15 @@ class ArrayRows:
 
 @dataclass
 class StreamedRows:
-    """The rows of a `datasets.IterableDataset`, which can only be read in order.
-
-    Args:
-        table: The data set, with images as they are stored: `read_image` names the row of one that it cannot read.
-        columns: The columns that are read.
-        name: What errors call it.
-        identity: What tells it from other data.
-        first: The number of the first row.
-    """
+    """The rows of a `datasets.IterableDataset`, which can only be read in order."""
 
     costly: ClassVar = True
 
-    table: Any
+    table: Any  # with images as they are stored: `read_image` names the row of one that it cannot read
     columns: Columns
-    name: str
+    name: str  # for errors
     identity: dict[str, Any]
-    first: int = 0
+    first: int = 0  # the number of the first row
 
     def skip(self, rows: int) -> StreamedRows:
         """The same without its first rows."""

@@ -170,9 +170,7 @@ def image_transform(processor: Any) -> Transform:
 def text_transform(tokenizer: Any, positions: int | None) -> Transform:
     """A Hugging Face tokenizer as a `Transform`: long texts are cut, short ones padded to the longest of the batch.
 
-    Args:
-        tokenizer: The tokenizer, with a padding token.
-        positions: How many positions the network has, if it says so.
+    `positions` is how many the network has, if it says so.
     """
     if tokenizer.pad_token is None:
         raise OptionError("Expected a tokenizer with a padding token: set pad_token and the model's pad_token_id.")

@@ -35,32 +35,18 @@ ONLY_TENSORS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ON
 
 @dataclass(frozen=True)
 class Plan:
-    """Which predictor to run over which data, in words alone, so that other processes and machines can do it.
+    """Which predictor to run over which data, in words alone, so that other processes and machines can do it."""
 
-    Args:
-        predictor: `torchvision:NAME`, `timm:NAME`, `hf:NAME`, `package.module:function` or a file (.onnx, .pt, .ts,
-            .pt2).
-        data: What `open_data` opens.
-        layer: Where features are taken; by default the input of the last linear layer.
-        weights: Published weights by name, a file of weights, or "none" for a function that loads its own.
-        transform: An import string, "none", or None for the transform that belongs to the weights.
-        input_columns: The columns of the inputs, where the data are a table.
-        target_column: The column of the targets.
-        inputs: Whether the inputs are stored.
-        device: Where the network runs; by default on a GPU if there is one.
-        trust_code: Allow what runs code: import strings, TorchScript and torch.export files.
-    """
-
-    predictor: str
-    data: str = ""
-    layer: str | None = None
-    weights: str | None = None
-    transform: str | None = None
-    input_columns: tuple[str, ...] = ()
+    predictor: str  # torchvision:NAME, timm:NAME, hf:NAME, package.module:function or a file (.onnx, .pt, .ts, .pt2)
+    data: str = ""  # what `open_data` opens
+    layer: str | None = None  # where features are taken; by default the input of the last linear layer
+    weights: str | None = None  # published ones by name, a file, or "none" for a function that loads its own
+    transform: str | None = None  # an import string, "none", or None for the one that belongs to the weights
+    input_columns: tuple[str, ...] = ()  # where the data are a table
     target_column: str | None = None
-    inputs: bool = False
-    device: str | None = None
-    trust_code: bool = False
+    inputs: bool = False  # whether the inputs are stored
+    device: str | None = None  # by default a GPU if there is one
+    trust_code: bool = False  # allows what runs code: import strings, TorchScript and torch.export files
 
     def open(self) -> tuple[Predictor, Rows]:
         """Open the predictor, whose identity then includes the data, and the data."""

@@ -21,10 +21,10 @@ from posthoc.collect.outputs import Outputs, join
 from posthoc.collect.to_folder import Span, SpanReader, spans, until_end, write_to_folder
 from posthoc.errors import OptionError, PosthocError
 from posthoc.integrations.models import Plan
+from posthoc.io import StrPath
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive
 
-StrPath = str | os.PathLike[str]
 Work = Callable[[Span], Any]
 
 MAX_TASKS = 1000

@@ -18,17 +18,11 @@ from posthoc.errors import DataError
 
 @dataclass(frozen=True)
 class Transform:
-    """Makes a batch of a list of inputs.
-
-    Args:
-        function: Makes the batch.
-        description: A text that differs between transforms; it is stored with the outputs.
-        takes: The only kind of input that the function accepts, as `kind_of` names it; None for any.
-    """
+    """Makes a batch of a list of inputs."""
 
     function: Callable[[list[Any]], Any]
-    description: str
-    takes: str | None = None
+    description: str  # differs between transforms; it is stored with the outputs
+    takes: str | None = None  # the only kind of input that the function accepts, as `kind_of` names it
 
     def __call__(self, inputs: list[Any]) -> Any:
         if self.takes is not None and (kind := kind_of(inputs[0])) != self.takes:
@@ -39,15 +33,10 @@ class Transform:
 
 @dataclass(frozen=True)
 class Collate:
-    """Makes a batch of rows (input, target), where the target may be None.
-
-    Args:
-        transform: Makes a batch of the inputs.
-        dtype: What real numbers are converted to; None leaves them as they are.
-    """
+    """Makes a batch of rows (input, target), where the target may be None."""
 
     transform: Transform
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # what real numbers are converted to; None leaves them as they are
 
     def __call__(self, rows: list[tuple[Any, Any]]) -> Any:
         inputs, targets = zip(*rows, strict=True)
