@@ -335,6 +335,7 @@ def test_alpha_other_than_one_is_refused_where_the_training_form_ignores_it(alph
     [
         *(({"alpha": bad}, f"alpha .* at most 1, got {bad}") for bad in (-0.1, 1.1, math.nan, math.inf)),
         ({"stepz": 3}, "stepz.*Did you mean steps"),
+        ({"novelty": 1.0}, "Unknown option 'novelty' of fmgp. Its options are: .*ood_strength"),
         ({"steps": -1}, "steps to be an integer of at least 0 or None, got -1"),
         ({"steps": 1.5}, "steps to be an integer of at least 0 or None, got 1.5"),
         ({"batch_size": 0}, "batch_size to be an integer of at least 1, got 0"),

@@ -26,9 +26,6 @@ def classification() -> FMGP:
     return FMGP(mlp(3), "classification", **QUICK)
 
 
-# Pairs.
-
-
 def frame() -> Any:
     return pytest.importorskip("pandas").DataFrame(inputs().numpy(), index=range(N, 0, -1), columns=["a", "b", "c"])
 
@@ -92,18 +89,15 @@ def test_tokens_and_labels_apart_are_understood_as_in_batches() -> None:
 
 
 def test_methods_that_run_the_network_take_the_same_pairs() -> None:
-    method = REGISTRY["mfvi"]
     x, y = inputs(), values()
 
-    def fitted(data: Any) -> Tensor:
-        made = method(mlp(), "regression", steps=3, samples=2)  # type: ignore[call-arg]
-        return made.fit(data).predict(x).mean
+    def fitted(data: Any) -> Any:
+        return REGISTRY["mfvi"](mlp(), "regression", steps=3, samples=2).fit(data)  # type: ignore[call-arg]
 
-    expected = fitted((x, y))
+    expected = fitted((x, y)).predict(x).mean
     for data in (({"input": x}, y), (frame(), y.tolist()), (x.double().numpy(), y.numpy())):
-        assert torch.equal(fitted(data), expected)
-    made = method(mlp(), "regression", steps=3, samples=2).fit((x, y))  # type: ignore[call-arg]
-    assert torch.equal(made.predict(frame()).mean, made.predict(x).mean)
+        assert torch.equal(fitted(data).predict(x).mean, expected)
+    assert torch.equal(fitted((x, y)).predict(frame()).mean, expected)
 
 
 def test_methods_that_train_see_pairs_in_a_new_order() -> None:
@@ -126,17 +120,12 @@ def test_pair_with_something_else_or_rows_of_several_lengths_is_refused() -> Non
 
 
 def test_options_in_a_mapping_are_no_rows() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-
+    class Scaled(nn.Sequential):
         def forward(self, x: Tensor, scale: tuple[float, float], names: list[str]) -> Tensor:
-            out: Tensor = self.body(x * scale[0] / scale[1])
-            return out
+            return super().forward(x * scale[0] / scale[1])
 
     data = {"x": inputs(), "scale": (2.0, 1.0), "names": ["a", "b"], "y": values()}
-    pred = FMGP(Scaled(), "regression", **QUICK).fit(data).predict(data)
+    pred = FMGP(Scaled(*mlp()), "regression", **QUICK).fit(data).predict(data)
     assert torch.equal(pred.mean, in_eval(mlp(), 2.0 * inputs()))
 
 
@@ -149,9 +138,6 @@ def test_tuple_of_batches_is_no_pair() -> None:
     found = numbers(regression().fit(halves))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4)
-
-
-# Datasets that can be iterated.
 
 
 class Rows(Dataset[Any]):
@@ -253,19 +239,16 @@ def test_stream_that_could_be_of_rows_or_batches_and_rows_that_cannot_be_stacked
 @pytest.mark.parametrize(
     "rows",
     [
-        lambda: list(zip(inputs(), labels(), strict=True)),
-        lambda: list(zip(inputs(), values(), strict=True)),
-        lambda: iter(list(zip(inputs(), labels(), strict=True))),
-        lambda: [{"input": x, "labels": int(y)} for x, y in zip(inputs(), labels(), strict=True)],
-        lambda: DataLoader(Rows(inputs(), labels()), batch_size=None),
+        list(zip(inputs(), labels(), strict=True)),
+        list(zip(inputs(), values(), strict=True)),
+        zip(inputs(), labels(), strict=True),
+        [{"input": x, "labels": int(y)} for x, y in zip(inputs(), labels(), strict=True)],
+        DataLoader(Rows(inputs(), labels()), batch_size=None),
     ],
 )
-def test_rows_that_nobody_batched_are_refused_before_the_network_sees_them(rows: Callable[[], Any]) -> None:
-    def never(**_: Any) -> Tensor:
-        raise AssertionError("the network was run")
-
+def test_rows_that_nobody_batched_are_refused_before_the_network_sees_them(rows: Any) -> None:
     with pytest.raises(DataError, match=r"Expected batches, got single rows.*put the data into a DataLoader"):
-        FMGP(never, "classification", **QUICK).fit(rows())
+        FMGP(lambda **_: pytest.fail("the network was run"), "classification", **QUICK).fit(rows)
 
 
 def test_words_beside_the_numbers_reach_the_model_as_they_are() -> None:
