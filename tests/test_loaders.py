@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import UserList
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -131,13 +132,11 @@ def test_options_in_a_mapping_are_no_rows() -> None:
 
 def test_tuple_of_batches_is_no_pair() -> None:
     x, y = inputs(), values()
-    expected = numbers(regression().fit([(x, y)]))
     halves = ((x[:15], y[:15]), (x[15:], y[15:]))
     for batches in (halves, tuple(map(list, halves)), tuple({"input": each[0], "y": each[1]} for each in halves)):
         assert len(list(iterate(batches, 256))) == 2
-    found = numbers(regression().fit(halves))
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4)
+    found, expected = (numbers(regression().fit(batches)) for batches in (halves, [(x, y)]))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 class Rows(Dataset[Any]):
@@ -157,26 +156,7 @@ class Rows(Dataset[Any]):
         return (self[row] for row in range(len(self)))
 
 
-class Mappings(Rows):
-    def __getitem__(self, row: int) -> Any:
-        return {"input": self.columns[0][row].tolist(), "label": int(self.columns[1][row])}
-
-
-class Listed(Sequence[Any]):
-    """No dataset of anybody's, but it has rows by number."""
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, row: Any) -> Any:
-        if row >= N:
-            raise IndexError
-        return inputs()[row], int(labels()[row])
-
-
 class Streamed(IterableDataset[Any]):
-    """Items that come one after the other."""
-
     def __init__(self, items: Any) -> None:
         self.items = items
 
@@ -202,8 +182,8 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "iterator": lambda: iter([[inputs(), labels()]]),
     "float64 into a float32 network": lambda: (inputs().double().numpy(), labels().numpy()),
     "outputs": lambda: recorded(mlp(3), inputs(), labels()),
-    "mappings": lambda: Mappings(inputs(), labels()),
-    "sequence": lambda: Listed(),
+    "mappings": lambda: Rows([{"input": x.tolist(), "label": int(y)} for x, y in TensorDataset(inputs(), labels())]),
+    "sequence": lambda: UserList(zip(inputs(), labels().tolist(), strict=True)),
     "stream of rows": lambda: DataLoader(Streamed(list(zip(inputs(), labels(), strict=True))), batch_size=N),
     "stream of batches": lambda: DataLoader(Streamed([(inputs(), labels())]), batch_size=None),
     "Hugging Face": lambda: labelled(),
@@ -242,7 +222,7 @@ def test_stream_that_could_be_of_rows_or_batches_and_rows_that_cannot_be_stacked
         list(zip(inputs(), labels(), strict=True)),
         list(zip(inputs(), values(), strict=True)),
         zip(inputs(), labels(), strict=True),
-        [{"input": x, "labels": int(y)} for x, y in zip(inputs(), labels(), strict=True)],
+        [{"input": x, "labels": int(y)} for x, y in TensorDataset(inputs(), labels())],
         DataLoader(Rows(inputs(), labels()), batch_size=None),
     ],
 )
