@@ -61,10 +61,8 @@ def dense_hessian(data, form, noise=1.0):
         p = f.softmax(-1)
         block = torch.diag(p) - torch.outer(p, p) if classes else torch.eye(width, dtype=DOUBLE) / noise
         total, blocks = total + j.mT @ block @ j, blocks + block
-    if form == "full":
-        return total
-    if form == "diag":
-        return total.diag().diag()
+    if form != "kron":
+        return total if form == "full" else total.diag().diag()
     a = one(features).mT @ one(features) / len(features)
     a[-1, :-1] = a[:-1, -1] = 0.0
     return torch.kron(blocks, a)
@@ -72,7 +70,7 @@ def dense_hessian(data, form, noise=1.0):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_posterior_is_the_inverse_of_the_dense_matrix(form):
-    _, _, _, data = case("classification")
+    data = case("classification")[3]
     method = Laplace(None, "classification", curvature=form, prior_precision=0.7).fit(data)
     pred = method.predict(data, covariance=True)
     sigma = torch.linalg.inv(dense_hessian(data, form) + 0.7 * torch.eye(18, dtype=DOUBLE))
@@ -130,19 +128,16 @@ def test_regression_is_bayesian_linear_regression_at_its_greatest_evidence(form,
 def test_an_exact_fit_and_weights_of_zero_still_have_an_answer():
     model, x, _, data = case("regression", width=1)
     exact = data.with_targets(data.outputs)
-    pred = Laplace(None, "regression").fit(exact).predict(exact)
-    assert pred.std.isfinite().all()
-    assert (pred.std < 1e-3).all()
-    nn.init.zeros_(model[-1].weight)
-    nn.init.zeros_(model[-1].bias)
+    assert (Laplace(None, "regression").fit(exact).predict(exact).std < 1e-3).all()
+    for weights in model[-1].parameters():
+        nn.init.zeros_(weights)
     y = torch.randint(2, (len(x), 1), generator=torch.Generator().manual_seed(0)).double()
     assert Laplace(model, "regression").fit((x, y)).predict(x).std.isfinite().all()
 
 
 @pytest.mark.parametrize("task", ["classification", "regression"])
 def test_validation_data_choose_what_is_best_on_them(task):
-    _, _, _, data = case(task, n=8)
-    _, _, _, val = case(task, n=4000, seed=9)
+    data, val = case(task, n=8)[3], case(task, n=4000, seed=9)[3]
     given, g = 3.0, torch.Generator().manual_seed(0)
     truth = Laplace(None, task, curvature="full", prior_precision=given).fit(data).predict(val, covariance=True)
     drawn = (truth.latent if task == "classification" else truth).sample(1, g)[0]
@@ -262,8 +257,8 @@ def test_options_and_data_that_do_not_fit_are_refused():
 def test_saved_and_loaded(task, form, tmp_path):
     _, _, _, data = case(task)
     method = Laplace(None, task, curvature=form).fit(data)
-    method.save(tmp_path / "head.safetensors")
-    again = Laplace.load(tmp_path / "head.safetensors")
+    method.save(tmp_path / "head")
+    again = Laplace.load(tmp_path / "head")
     assert again.prior_precision == method.prior_precision
     assert same(answers(again.predict(data)), answers(method.predict(data)))
 

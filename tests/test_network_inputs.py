@@ -77,8 +77,8 @@ def test_one_row_is_predicted(form: str) -> None:
 
 def test_one_row_to_fit_on_an_axis_that_only_one_row_loses_and_a_single_logit() -> None:
     for outputs, shape in ((1, (1,)), (3, (1, 3))):
-        options = {**QUICK, "num_inducing": 1}
-        method = FMGP(Squeezed(outputs), "regression", **options).fit((inputs(1), values(1, outputs)))
+        method = FMGP(Squeezed(outputs), "regression", **{**QUICK, "num_inducing": 1})
+        method.fit((inputs(1), values(1, outputs)))
         assert method.predict(inputs(1)).latent.mean.shape == shape
     model = Squeezed(1, axis=0)
     method = FMGP(model, "regression", **QUICK).fit((inputs(257), values(257)))
@@ -187,5 +187,4 @@ def test_methods_that_run_the_network_often_give_it_the_same_data(name: str) -> 
     probs = predicted(lambda: InPlace(scaled, 3))
     assert torch.equal(x, inputs())
     torch.testing.assert_close(probs, predicted(lambda: on_a_copy(3)))
-    members = Members([InPlace(scaled), InPlace(scaled)])
-    assert torch.equal(members(inputs()), on_a_copy()(inputs()))
+    assert torch.equal(Members([InPlace(scaled), InPlace(scaled)])(inputs()), on_a_copy()(inputs()))
