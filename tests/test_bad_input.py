@@ -63,7 +63,7 @@ def test_outputs_that_are_not_finite_are_refused(value: float) -> None:
 
 
 def test_features_that_are_not_finite_are_refused_though_the_outputs_are() -> None:
-    model = mlp()
+    model: Any = mlp()
     model[0].bias.data.fill_(math.inf)
     with pytest.raises(DataError, match=r"finite features, got inf in row 0"):
         fit_to(model, layer="0")
@@ -84,6 +84,7 @@ def of_shapes(outputs: tuple[int, ...], targets: tuple[int, ...]) -> Outputs:
     return Outputs(torch.zeros(outputs), torch.ones(targets))
 
 
+EMPTY: list[Any] = []
 NOTHING = r"at least one data point.*got none"
 NO_TARGETS = r"Expected targets: batches \(x, y\), mappings with labels, Outputs"
 REGRESSIONS: list[tuple[Any, str]] = [
@@ -98,7 +99,7 @@ REGRESSIONS: list[tuple[Any, str]] = [
     ([(inputs(),)], NO_TARGETS),
     ({"input": inputs()}, NO_TARGETS),
     (Outputs(values()), NO_TARGETS),
-    *((empty, "at least one data point, got none") for empty in ([], (inputs(0), values(0)), iter(()))),
+    *((empty, "at least one data point, got none") for empty in (EMPTY, (inputs(0), values(0)), iter(()))),
     (Outputs(values(0), values(0)), "at least one data point, got none"),
     (3, "DataLoader, a pair of arrays .*got int"),
     (None, "DataLoader, a pair of arrays .*got NoneType"),
@@ -189,7 +190,7 @@ CALLS: list[tuple[Any, type[Exception], str]] = [
     (lambda: of_classes([0, 1, 2, 3]), OptionError, r"4 inducing_classes from 0 to 2, got \[0, 1, 2, 3\]"),
     (lambda: of_classes("abcd"), OptionError, "4 inducing_classes from 0 to 2, got 'abcd'"),
     (lambda: regression(inducing=None), OptionError, "points of your own"),
-    *((lambda x=x: fitted().predict(x), DataError, NOTHING) for x in ([], inputs(0), iter(()), Outputs(values(0)))),
+    *((lambda x=x: fitted().predict(x), DataError, NOTHING) for x in (EMPTY, inputs(0), iter(()), Outputs(values(0)))),
     (lambda: fit_to(Unused()), LayerError, UNUSED),
     (lambda: fit_to(Unused(), layer="auxiliary"), LayerError, UNUSED),
     (lambda: fit_to(lambda x: (x, x)), DataError, f"{NO_TENSOR} tuple. Wrap it"),

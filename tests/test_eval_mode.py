@@ -92,11 +92,11 @@ class Switching(nn.Sequential):
         return super().forward(x)
 
 
-def replaces_a_weight(model: nn.Sequential) -> None:
+def replaces_a_weight(model: Any) -> None:
     model[0].weight = nn.Parameter(2.0 * model[0].weight.detach())
 
 
-def fails(model: Switching) -> None:
+def fails(model: Any) -> None:
     model[0].weight.data.zero_()
     raise RuntimeError("the switch is stuck")
 
@@ -134,7 +134,7 @@ class Writing(nn.Sequential):
 
     count: Tensor
 
-    def __init__(self, write: Callable[[Writing], Any], fails_at: int | None = None) -> None:
+    def __init__(self, write: Callable[[Any], Any], fails_at: int | None = None) -> None:
         super().__init__(*mlp())
         self.register_buffer("count", torch.zeros(()))
         self.write, self.fails_at, self.passes = write, fails_at, 0
@@ -182,7 +182,7 @@ def test_embeddings_that_are_kept_short_are_refused() -> None:
 
 
 def test_what_the_user_writes_into_weights_and_buffers_stays() -> None:
-    model = Writing(lambda model: None)
+    model: Any = Writing(lambda model: None)
     method = used(model)
     for tensor in (model[0].weight, model[2].weight, model.count):
         tensor.data.fill_(7.0)

@@ -122,7 +122,7 @@ def test_pair_with_something_else_or_rows_of_several_lengths_is_refused() -> Non
 
 def test_options_in_a_mapping_are_no_rows() -> None:
     class Scaled(nn.Sequential):
-        def forward(self, x: Tensor, scale: tuple[float, float], names: list[str]) -> Tensor:
+        def forward(self, x: Tensor, scale: tuple[float, float], names: list[str]) -> Tensor:  # type: ignore[override]
             return super().forward(x * scale[0] / scale[1])
 
     data = {"x": inputs(), "scale": (2.0, 1.0), "names": ["a", "b"], "y": values()}
@@ -182,7 +182,7 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "iterator": lambda: iter([[inputs(), labels()]]),
     "float64 into a float32 network": lambda: (inputs().double().numpy(), labels().numpy()),
     "outputs": lambda: recorded(mlp(3), inputs(), labels()),
-    "mappings": lambda: Rows([{"input": x.tolist(), "label": int(y)} for x, y in TensorDataset(inputs(), labels())]),
+    "mappings": lambda: Rows([{"input": x.tolist(), "label": int(y)} for x, y in zip(inputs(), labels(), strict=True)]),
     "sequence": lambda: UserList(zip(inputs(), labels().tolist(), strict=True)),
     "stream of rows": lambda: DataLoader(Streamed(list(zip(inputs(), labels(), strict=True))), batch_size=N),
     "stream of batches": lambda: DataLoader(Streamed([(inputs(), labels())]), batch_size=None),
@@ -222,7 +222,7 @@ def test_stream_that_could_be_of_rows_or_batches_and_rows_that_cannot_be_stacked
         list(zip(inputs(), labels(), strict=True)),
         list(zip(inputs(), values(), strict=True)),
         zip(inputs(), labels(), strict=True),
-        [{"input": x, "labels": int(y)} for x, y in TensorDataset(inputs(), labels())],
+        [{"input": x, "labels": int(y)} for x, y in zip(inputs(), labels(), strict=True)],
         DataLoader(Rows(inputs(), labels()), batch_size=None),
     ],
 )
