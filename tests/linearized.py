@@ -19,7 +19,6 @@ def case(task: str, n: int = 20) -> tuple[nn.Sequential, Tensor, Tensor, Tensor]
 
 
 def without_bias(outputs: int = 3) -> nn.Sequential:
-    """A network whose last layer has no bias."""
     model = mlp(outputs, dtype=torch.float64)
     model[-1].register_parameter("bias", None)
     return model
@@ -48,7 +47,7 @@ def covariance(j: Tensor, curvature: Tensor, at: Tensor, prior_precision: float)
     j, at = j.double(), at.double()
     precision = torch.einsum("ncp,ncd,ndq->pq", j, curvature.double(), j)
     posterior = torch.linalg.inv(precision + prior_precision * torch.eye(len(precision), dtype=torch.float64))
-    return torch.einsum("ncp,pq,ndq->ncd", at, posterior, at)
+    return at @ posterior @ at.mT
 
 
 def last_only(module: nn.Sequential) -> nn.Sequential:

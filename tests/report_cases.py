@@ -138,8 +138,7 @@ def regression(folder: Path) -> None:
 
 def synthetic(folder: Path) -> None:
     """Bands along one variable."""
-    x = np.linspace(-8, 8, 200)
-    rng = np.random.default_rng(0)
+    x, rng = np.linspace(-8, 8, 200), np.random.default_rng(0)
     where = rng.uniform(-5, 5, 300)
     points = np.stack([where, np.sin(where) + rng.normal(0, 0.2, 300)], 1)
     for index, method in enumerate(("laplace", "gp", "hmc", "mfvi", "fmgp")):
@@ -151,7 +150,6 @@ def synthetic(folder: Path) -> None:
 
 
 def everything(folder: Path) -> Path:
-    """All of it in one folder."""
     for make in (cifar10, rotations, regression, synthetic):
         make(folder)
     return folder

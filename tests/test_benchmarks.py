@@ -117,38 +117,33 @@ def test_a_quick_run_writes_no_result_unless_told_where(monkeypatch, tmp_path, c
 
 
 def test_times_are_extrapolated_in_the_open():
-    fit = {"seconds": 10.0, "seconds_of_training": 8.0}
-    whole = big_fit.at_full_size(fit, big_fit.IMAGENET)
-    assert (whole["seconds"], whole["extrapolated"]) == (10.0, False)
-    part = big_fit.at_full_size(fit, big_fit.IMAGENET // 4)
-    assert part["seconds"] == pytest.approx(8.0 + 4 * 2.0, rel=1e-5)
-    assert part["extrapolated"]
+    for rows, seconds in ((big_fit.IMAGENET, 10.0), (big_fit.IMAGENET // 4, 8.0 + 4 * 2.0)):
+        found = big_fit.at_full_size({"seconds": 10.0, "seconds_of_training": 8.0}, rows)
+        assert found["seconds"] == pytest.approx(seconds, rel=1e-5)
+        assert found["extrapolated"] == (rows < big_fit.IMAGENET)
 
 
 def test_steps_that_disagree_are_not_reported():
-    call = capture(
-        FMGP(None, "classification", num_inducing=5, batch_size=20, progress=False), Simulated(60, 3, 4).outputs()
-    )
+    method = FMGP(None, "classification", num_inducing=5, batch_size=20, progress=False)
+    call = capture(method, Simulated(60, 3, 4).outputs())
     by_hand = call.by_hand(5)
-    assert same_steps(call.run(5), by_hand) < 1e-12
-    assert same_steps(call.run(5), by_hand) < 1e-12  # every run begins at the start
+    for _ in range(2):  # every run begins at the start
+        assert same_steps(call.run(5), by_hand) < 1e-12
     call.objective = lambda batch, loss=call.objective: loss(batch) * 1.001
-    with pytest.raises(AssertionError):
-        same_steps(call.run(5), by_hand)
-    moved = Steps(by_hand.losses, [p + 1e-5 for p in by_hand.parameters])
-    with pytest.raises(AssertionError):
-        same_steps(moved, by_hand)
+    for other in (call.run(5), Steps(by_hand.losses, [p + 1e-5 for p in by_hand.parameters])):
+        with pytest.raises(AssertionError):
+            same_steps(other, by_hand)
 
 
 def test_a_mean_that_is_not_the_networks_own_is_not_reported():
     size = predict_overhead.Size(batch=2, pixels=32, classes=5, inducing=4)
     model, x = size.network().eval(), torch.randn(2, 3, 32, 32)
-    other = copy.deepcopy(model)
-    nn.init.normal_(other.fc.bias)
     with torch.no_grad():
-        predict_overhead.check(predict_overhead.fitted(model, model.width, size, CPU), model, x)
+        method = predict_overhead.fitted(copy.deepcopy(model), model.width, size, CPU)
+        predict_overhead.check(method, model, x)
+        nn.init.normal_(model.fc.bias)
         with pytest.raises(AssertionError, match="network's own output"):
-            predict_overhead.check(predict_overhead.fitted(other, model.width, size, CPU), model, x)
+            predict_overhead.check(method, model, x)
 
 
 def test_processes_that_differ_in_one_bit_are_not_reported():
@@ -190,8 +185,7 @@ def test_simulated_rows_do_not_depend_on_how_many_are_asked_for(tmp_path):
 
 
 def test_the_dense_reference_has_our_loss():
-    runs = variants(synthetic_classification(epochs=0), CPU, check=True)
-    runs["ours"](2)
+    variants(synthetic_classification(epochs=0), CPU, check=True)["ours"](2)
 
 
 def test_lines_of_code_are_counted_without_docstrings_comments_and_blanks(tmp_path):

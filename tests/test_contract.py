@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc import GP, Outputs, VaLLA, load
-from posthoc.base import Method
 from posthoc.errors import DataError, OptionError
 from posthoc.methods import REGISTRY
 from posthoc.training.loop import PlainSteps
+from tests.cases import in_eval, recorded
+from tests.test_network import assert_unchanged, portrait
 
 QUICK: dict[str, dict[str, Any]] = {
     "fmgp": {"num_inducing": 8, "steps": 30, "batch_size": 32},
@@ -42,44 +45,34 @@ PREPARE: dict[str, Callable[[Any], Any]] = {"ensemble": lambda model: [model, an
 TASKS = {"regression": 1, "regression-2": 2, "classification": 3}
 
 
-class Case(NamedTuple):
-    task: str
-    model: nn.Module
-    x: torch.Tensor
-    y: torch.Tensor
-    make: Callable[..., Method]
-    kind: type[Method]
-    prepare: Callable[[Any], Any]
-
-
 ALL = [(name, task) for name, method in REGISTRY.items() for task in TASKS if task.partition("-")[0] in method.tasks]
 REGRESSION = [(method, name) for method, name in ALL if name != "classification" and REGISTRY[method].black_box]
 
 
 @pytest.fixture(params=ALL, ids="-".join)
-def case(request: pytest.FixtureRequest) -> Case:
+def case(request):
     return make_case(*request.param)
 
 
-def make_case(method: str, name: str) -> Case:
+def make_case(method, name):
     task, width = name.partition("-")[0], TASKS[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, width))
         x = torch.randn(90, 4)
         y = torch.randint(width, (90,)) if task == "classification" else torch.randn(90, width)
-    kind, options, prepared = REGISTRY[method], QUICK[method], PREPARE.get(method)
+    kind = REGISTRY[method]
 
-    def prepare(model: Any) -> Any:
-        return prepared(model) if prepared is not None and isinstance(model, nn.Module) else model
+    def prepare(model):
+        return PREPARE[method](model) if method in PREPARE and isinstance(model, nn.Module) else model
 
-    def make(model: Any = model, **more: Any) -> Method:
-        return kind(prepare(model), task, **{**options, **more})
+    def make(model=model, **more):
+        return kind(prepare(model), task, **{**QUICK[method], **more})
 
-    return Case(task, model, x, y, make, kind, prepare)
+    return SimpleNamespace(task=task, model=model, x=x, y=y, make=make, kind=kind, prepare=prepare)
 
 
-def another(model: nn.Module) -> nn.Module:
+def another(model):
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -88,13 +81,11 @@ def another(model: nn.Module) -> nn.Module:
 
 
 def test_the_mean_is_the_networks_own_output_and_the_network_stays(case):
-    before = {k: v.clone() for k, v in case.model.state_dict().items()}
+    before = portrait(case.model)
     pred = case.make().fit((case.x, case.y)).predict(case.x)
-    assert case.model.training
-    assert all(torch.equal(v, before[k]) for k, v in case.model.state_dict().items())
+    assert_unchanged(case.model, before)
     if case.kind.fixed_mean:
-        with torch.no_grad():
-            assert torch.equal(pred.latent.mean, case.model.eval()(case.x))
+        assert torch.equal(pred.latent.mean, in_eval(case.model, case.x))
 
 
 def test_shapes_and_ranges(case):
@@ -104,9 +95,8 @@ def test_shapes_and_ranges(case):
     assert pred.latent.mean.dtype == case.x.dtype
     assert (pred.latent.variance >= 0).all()
     torch.testing.assert_close(pred.latent.std.square(), pred.latent.variance)
-    torch.testing.assert_close(
-        pred.latent.covariance.diagonal(dim1=1, dim2=2), pred.latent.variance, rtol=1e-4, atol=1e-6
-    )
+    diagonal = pred.latent.covariance.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(diagonal, pred.latent.variance, rtol=1e-4, atol=1e-6)
     assert torch.equal(pred[7].latent.covariance, pred.latent.covariance[7:8])
     assert pred.log_prob(case.y).shape == (n,)
     assert pred.sample(5).shape == ((5, n) if case.task == "classification" else (5, n, c))
@@ -133,9 +123,9 @@ def test_same_seed_same_numbers(case):
 
 
 def test_batches_loaders_and_outputs_agree(case):
-    method = case.make().fit(DataLoader(TensorDataset(case.x, case.y), batch_size=30))
-    whole = method.predict(case.x)
-    streamed = method.predict(DataLoader(TensorDataset(case.x, case.y), batch_size=30))
+    loader = DataLoader(TensorDataset(case.x, case.y), batch_size=30)
+    method = case.make().fit(loader)
+    whole, streamed = method.predict(case.x), method.predict(loader)
     assert streamed.latent.mean.shape == whole.latent.mean.shape
     if case.kind.rows_alone:
         torch.testing.assert_close(streamed.latent.mean, whole.latent.mean)
@@ -144,9 +134,7 @@ def test_batches_loaders_and_outputs_agree(case):
         with pytest.raises(DataError, match="fmgp"):
             method.predict(Outputs(whole.latent.mean))
         return
-    with torch.no_grad():
-        features = case.model[:-1].eval()(case.x)
-        outputs = Outputs(case.model(case.x), case.y, features, case.x)
+    outputs = recorded(case.model.eval(), case.x, case.y)
     torch.testing.assert_close(method.predict(outputs).latent.variance, whole.latent.variance)
 
 
@@ -162,13 +150,9 @@ def test_saved_and_loaded_heads_predict_the_same(case, tmp_path):
 
 
 def test_a_method_that_needs_the_network_refuses_a_black_box(case):
-    if case.kind.black_box:
-        case.make(None)
-        return
-    with pytest.raises(OptionError, match="fmgp"):
-        case.make(None)
-    with pytest.raises(OptionError, match="fmgp"):
-        case.make(lambda x: x)
+    for predictor in (None, lambda x: x):
+        with nullcontext() if case.kind.black_box else pytest.raises(OptionError, match="fmgp"):
+            case.make(predictor)
 
 
 @pytest.mark.parametrize(("method", "name"), REGRESSION)
@@ -176,9 +160,8 @@ def test_units_do_not_matter_to_regression(method, name):
     """y and the predictor in other units give the same predictive in those units."""
     case = make_case(method, name)
     shift = 0.0 if method in AROUND_ZERO else 7.0
-    with torch.no_grad():
-        features, said = case.model[:-1].eval()(case.x), case.model.eval()(case.x)
-    data = [Outputs(unit * said - shift, unit * case.y - shift, features, case.x) for unit in (1.0, 1000.0)]
+    said = recorded(case.model.eval(), case.x)
+    data = [said.with_outputs(u * said.outputs - shift).with_targets(u * case.y - shift) for u in (1.0, 1000.0)]
     plain, scaled = (case.make(None).fit(outputs).predict(outputs) for outputs in data)
     torch.testing.assert_close(scaled.std, 1000.0 * plain.std, rtol=1e-3, atol=0)
 
@@ -190,8 +173,7 @@ def test_on_a_gpu_where_there_is_one(case):
     pred = case.make(model).fit((x, y)).predict(x)
     assert pred.latent.variance.is_cuda
     if case.kind.fixed_mean:
-        with torch.no_grad():
-            assert torch.equal(pred.latent.mean, model.eval()(x))
+        assert torch.equal(pred.latent.mean, in_eval(model, x))
     again = case.make(model).fit((x, y)).predict(x)
     assert torch.equal(pred.latent.variance, again.latent.variance)
     away = case.make(model.cpu(), device="cuda").fit((case.x, case.y), val=(case.x, case.y)).predict(case.x)

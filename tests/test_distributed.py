@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +26,17 @@ from posthoc.training import Checkpoint, History, Ranks
 from posthoc.training.distributed import distributed
 from posthoc.training.loop import PlainSteps
 from tests import test_checkpoint
-from tests.test_checkpoint import (
-    STOPPING,
-    Case,
-    classes,
-    die,
-    die_after,
-    end_of,
-    foreseen,
-    reals,
-    run_command,
-    start,
-    step_in,
-)
+from tests.test_checkpoint import STOPPING, Case, classes, die, die_after, end_of, foreseen, reals, start, step_in
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
 STEPS, EVERY = 100, 5
 SMALL: dict[str, Any] = {"steps": STEPS, "num_inducing": 6, "batch_size": 100, "eval_every": 7, "patience": None}
-
-
+SLOWLY = {**STOPPING, "lr": 0.02}
 CASES: dict[str, Callable[[], Case]] = {
     "all rows in every batch": lambda: ("regression", {}, reals(100), None),
     "classes": lambda: ("classification", {"variance": "per_output"}, classes(150), None),
-    "stops early": lambda: (
-        "classification",
-        {**STOPPING, "lr": 0.02},
-        foreseen(150, wrong=1),
-        foreseen(40, seed=5),
-    ),
+    "stops early": lambda: ("classification", SLOWLY, foreseen(150, wrong=1), foreseen(40, seed=5)),
     "Monte Carlo": lambda: (Categorical(training="monte_carlo", samples=4), {}, classes(150), None),
 }
 
@@ -62,8 +45,6 @@ def fit(case: str, **more: Any) -> FMGP:
     likelihood, options, data, val = CASES[case]()
     return FMGP(None, likelihood, **{**SMALL, **options}).fit(data, val=val, **more)
 
-
-# Processes.
 
 Job = Callable[[int, Path], None]
 """What one of the processes does, with its rank and a folder for all of them."""
@@ -87,15 +68,12 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def launch(job: Job, count: int, folder: Path) -> list[Any]:
-    folder.mkdir(exist_ok=True)
-    port = free_port()
-    return [start(work, job, rank, count, port, folder) for rank in range(count)]
-
-
 def together(job: Job, count: int, folder: Path) -> list[int]:
     """Runs a job on so many ranks; their exit codes."""
-    return [end_of(child) for child in launch(job, count, folder)]
+    folder.mkdir(exist_ok=True)
+    port = free_port()
+    children = [start(work, job, rank, count, port, folder) for rank in range(count)]
+    return [end_of(child) for child in children]
 
 
 def errors(count: int, folder: Path) -> list[str]:
@@ -103,23 +81,15 @@ def errors(count: int, folder: Path) -> list[str]:
     return [path.read_text() if path.exists() else "" for path in paths]
 
 
-# The numbers of one.
-
-
-class FitAndSave:
+def fit_and_save(rank: int, folder: Path, case: str, steps: int | None = None, **more: Any) -> None:
     """Fits a case and leaves each rank's head, with the history, which no head holds, in its own file."""
-
-    def __init__(self, case: str, steps: int | None = None, **more: Any) -> None:
-        self.case, self.steps, self.more = case, steps, more
-
-    def __call__(self, rank: int, folder: Path) -> None:
-        if self.steps is not None:
-            die_after(self.steps)
-        if rank:
-            Checkpoint.save = lambda *args: pytest.fail("only rank 0 writes")  # type: ignore[method-assign]
-        method = fit(self.case, **self.more)
-        method.save(folder / f"{rank}.safetensors")
-        (folder / f"{rank}.json").write_text(json.dumps(asdict(method.history)))
+    if steps is not None:
+        die_after(steps)
+    if rank:
+        Checkpoint.save = lambda *args: pytest.fail("only rank 0 writes")  # type: ignore[method-assign]
+    method = fit(case, **more)
+    method.save(folder / f"{rank}.safetensors")
+    (folder / f"{rank}.json").write_text(json.dumps(asdict(method.history)))
 
 
 def heads(count: int, folder: Path) -> list[bytes]:
@@ -153,7 +123,7 @@ def require_close(found: FMGP, expected: FMGP) -> None:
 
 @pytest.mark.parametrize(("case", "count"), [("all rows in every batch", 2), ("classes", 3), ("stops early", 2)])
 def test_ranks_agree_to_the_bit_and_with_one_process_to_a_millionth(case: str, count: int, tmp_path: Path) -> None:
-    assert together(FitAndSave(case), count, tmp_path) == [0] * count, errors(count, tmp_path)
+    assert together(partial(fit_and_save, case=case), count, tmp_path) == [0] * count, errors(count, tmp_path)
     assert len(set(heads(count, tmp_path))) == 1
     expected = fit(case)
     require_close(FMGP.load(tmp_path / "0.safetensors"), expected)
@@ -171,7 +141,7 @@ def start_a_little_elsewhere(rank: int, folder: Path) -> None:
 
         Coordinates.set_units = shifted  # type: ignore[method-assign]
         building.START = 1.0 + 1e-9
-    FitAndSave("classes")(rank, folder)
+    fit_and_save(rank, folder, "classes")
 
 
 def test_all_start_from_the_numbers_of_the_first(tmp_path: Path) -> None:
@@ -191,22 +161,15 @@ def test_slices_cover_a_batch_once_and_evenly() -> None:
         assert {len(part) for part in slices} <= {size // count, -(-size // count)}
 
 
-class Refused:
-    """A fit that several processes cannot do."""
-
-    def __init__(self, likelihood: str, **options: Any) -> None:
-        self.likelihood, self.options = likelihood, options
-
-    def __call__(self, rank: int, folder: Path) -> None:
-        likelihood = CASES["Monte Carlo"]()[0] if self.likelihood == "Monte Carlo" else self.likelihood
-        FMGP(None, likelihood, **{**SMALL, **self.options}).fit(classes(150))
+def fit_in_batches_of_one(rank: int, folder: Path) -> None:
+    FMGP(None, "classification", **{**SMALL, "batch_size": 1}).fit(classes(150))
 
 
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        (Refused("Monte Carlo"), "Monte Carlo training draws in one process"),
-        (Refused("classification", batch_size=1), "Expected batches of at least one row a process, got 1 for 2."),
+        (partial(fit_and_save, case="Monte Carlo"), "Monte Carlo training draws in one process"),
+        (fit_in_batches_of_one, "Expected batches of at least one row a process, got 1 for 2."),
     ],
 )
 def test_fits_for_one_process_are_refused(job: Job, message: str, tmp_path: Path) -> None:
@@ -214,25 +177,17 @@ def test_fits_for_one_process_are_refused(job: Job, message: str, tmp_path: Path
     assert all(f"OptionError: {message}" in error for error in errors(2, tmp_path))
 
 
-# Processes that die.
-
-
-class FailAt:
+def fail(rank: int, folder: Path, which: int, how: Callable[[], None]) -> None:
     """One rank dies, or raises, in the middle."""
+    step, taken = PlainSteps.step, iter(range(20))
 
-    def __init__(self, which: int, step: int, how: Callable[[], None]) -> None:
-        self.which, self.step, self.how = which, step, how
+    def failing(*args: Any) -> Any:
+        if rank == which and next(taken, None) is None:
+            how()
+        return step(*args)
 
-    def __call__(self, rank: int, folder: Path) -> None:
-        step, taken = PlainSteps.step, iter(range(self.step))
-
-        def failing(*args: Any) -> Any:
-            if rank == self.which and next(taken, None) is None:
-                self.how()
-            return step(*args)
-
-        PlainSteps.step = failing  # type: ignore[method-assign, assignment]
-        fit("classes")
+    PlainSteps.step = failing  # type: ignore[method-assign, assignment]
+    fit("classes")
 
 
 def raise_an_error() -> None:
@@ -241,7 +196,7 @@ def raise_an_error() -> None:
 
 @pytest.mark.parametrize(("which", "how"), [(0, die), (1, die), (2, raise_an_error)])
 def test_the_others_stop_when_one_fails(which: int, how: Callable[[], None], tmp_path: Path) -> None:
-    codes = together(FailAt(which, 20, how), 3, tmp_path)
+    codes = together(partial(fail, which=which, how=how), 3, tmp_path)
     for rank, (code, said) in enumerate(zip(codes, errors(3, tmp_path), strict=True)):
         if rank == which:
             assert (code, said) == ((-signal.SIGKILL, "") if how is die else (1, "PosthocError: my own mistake"))
@@ -251,20 +206,17 @@ def test_the_others_stop_when_one_fails(which: int, how: Callable[[], None], tmp
         assert "--checkpoint and --resume" in said
 
 
-# Checkpoints.
-
-
-@pytest.mark.parametrize(("case", "count"), [("stops early", 2)])
-def test_killed_and_resumed_together_they_give_the_bytes_of_one_run(case: str, count: int, tmp_path: Path) -> None:
+def test_killed_and_resumed_together_they_give_the_bytes_of_one_run(tmp_path: Path) -> None:
     whole, resumed, folder = tmp_path / "whole", tmp_path / "resumed", tmp_path / "folder"
-    assert together(FitAndSave(case), count, whole) == [0] * count
-    again: dict[str, Any] = {"checkpoint": folder, "checkpoint_every": EVERY, "resume": True}
+    job = partial(fit_and_save, case="stops early")
+    assert together(job, 2, whole) == [0, 0]
+    again = partial(job, checkpoint=folder, checkpoint_every=EVERY, resume=True)
     for steps, reached in [(7, 5), (8, 10)]:  # of each process, and in the checkpoint that they leave
-        assert 0 not in together(FitAndSave(case, steps, **again), count, resumed)
+        assert 0 not in together(partial(again, steps=steps), 2, resumed)
         assert step_in(folder) == reached
-    assert together(FitAndSave(case, **again), count, resumed) == [0] * count, errors(count, resumed)
-    assert heads(count, resumed) == heads(count, whole)
-    require_alike(history(count, resumed), history(count, whole))
+    assert together(again, 2, resumed) == [0, 0], errors(2, resumed)
+    assert heads(2, resumed) == heads(2, whole)
+    require_alike(history(2, resumed), history(2, whole))
 
 
 def resume_from_a_folder_of_its_own(rank: int, folder: Path) -> None:
@@ -277,12 +229,7 @@ def test_a_checkpoint_that_not_all_can_read_is_refused(tmp_path: Path) -> None:
     assert errors(2, tmp_path)[1].startswith("TrainingError: Expected the same checkpoint for every process")
 
 
-# The command.
-
-
-def test_torchrun_writes_the_head_and_the_report_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchrun_writes_the_head_and_the_report_of_one_process(tmp_path: Path, monkeypatch: Any) -> None:
     data, out, alone = (tmp_path / name for name in ("data.npz", "two.safetensors", "one.safetensors"))
     save_outputs(classes(150), data)
     settings = {"steps": 30, "num_inducing": 6, "batch_size": 25, "progress": "true"}
@@ -295,5 +242,5 @@ def test_torchrun_writes_the_head_and_the_report_of_one_process(
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fitted fmgp on 150 rows (3 outputs, 6 features, 3 inputs) in ") == 1
     assert done.stderr.count("30/30") == 1
-    assert run_command(monkeypatch, *command, alone) == 0
+    assert test_checkpoint.run_command(monkeypatch, *command, alone) == 0
     require_close(FMGP.load(out), FMGP.load(alone))

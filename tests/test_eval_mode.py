@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from posthoc import FMGP, PosthocError
 from posthoc.collect.network import evaluating
-from tests.cases import HIDDEN, QUICK, WIDTH, N, in_eval, inputs, mlp, values
+from tests.cases import HIDDEN, QUICK, WIDTH, N, in_eval, inputs, mlp, same, values
 from tests.test_network import assert_unchanged, portrait
 
 
@@ -55,9 +56,8 @@ def used(model: nn.Module) -> FMGP:
 def test_adapters_that_merge_in_eval_mode_are_refused() -> None:
     model = adapted().train()
     before = portrait(model)
-    with pytest.raises(
-        PosthocError, match=r"changed weights \(0\.weight\).*eval\(\) changes weights, call model\.eval\(\)"
-    ):
+    expected = r"changed weights \(0\.weight\).*eval\(\) changes weights, call model\.eval\(\)"
+    with pytest.raises(PosthocError, match=expected):
         used(model)
     assert not model[0].merged
     assert model.training
@@ -73,14 +73,11 @@ def test_adapters_that_merge_in_eval_mode_are_refused() -> None:
     assert torch.equal(method.predict(inputs()).latent.mean, in_eval(model, inputs()))
 
 
-class Switching(nn.Module):
+class Switching(nn.Sequential):
     """Does something of its own when it is switched to eval mode."""
 
-    def __init__(self, switch: Callable[[Switching], None]) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.body, self.last = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, 1)
+    def __init__(self, switch: Callable[[Switching], Any]) -> None:
+        super().__init__(*mlp())
         self.switch, self.deterministic = switch, False
 
     def train(self, mode: bool = True) -> Switching:
@@ -92,25 +89,27 @@ class Switching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.deterministic
-        out: Tensor = self.last(self.body(x))
-        return out
+        return super().forward(x)
 
 
-def replaces_a_weight(model: Switching) -> None:
-    model.body.weight = nn.Parameter(2.0 * model.body.weight.detach())
+def replaces_a_weight(model: Any) -> None:
+    model[0].weight = nn.Parameter(2.0 * model[0].weight.detach())
 
 
-def fails(model: Switching) -> None:
-    model.body.weight.data.zero_()
+def fails(model: Any) -> None:
+    model[0].weight.data.zero_()
     raise RuntimeError("the switch is stuck")
+
+
+CHANGED = r"changed weights \(0\.weight"
 
 
 @pytest.mark.parametrize(
     ("switch", "error", "message"),
     [
-        (lambda model: model.body.weight.data[0].zero_(), PosthocError, r"changed weights \(body\.weight"),
-        (lambda model: model.body.weight.requires_grad_(False), PosthocError, r"changed weights \(body\.weight"),
-        (replaces_a_weight, PosthocError, r"changed weights \(body\.weight"),
+        (lambda model: model[0].weight.data[0].zero_(), PosthocError, CHANGED),
+        (lambda model: model[0].weight.requires_grad_(False), PosthocError, CHANGED),
+        (replaces_a_weight, PosthocError, CHANGED),
         (fails, RuntimeError, "the switch is stuck"),
     ],
 )
@@ -130,19 +129,13 @@ def test_eval_of_the_networks_own_is_undone_by_its_train() -> None:
     assert not model.deterministic
 
 
-# Networks that write when they are run.
-
-
-class Writing(nn.Module):
+class Writing(nn.Sequential):
     """Writes to what it is made of in every forward pass, and raises in the pass whose number is `fails_at`."""
 
     count: Tensor
 
-    def __init__(self, write: Callable[[Writing], Any], fails_at: int | None = None) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.first, self.last = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, 1)
+    def __init__(self, write: Callable[[Any], Any], fails_at: int | None = None) -> None:
+        super().__init__(*mlp())
         self.register_buffer("count", torch.zeros(()))
         self.write, self.fails_at, self.passes = write, fails_at, 0
 
@@ -152,27 +145,20 @@ class Writing(nn.Module):
         self.passes += 1
         if self.passes - 1 == self.fails_at:
             raise RuntimeError("the network fell over")
-        out: Tensor = self.last(self.first(x))
-        return out
-
-
-def weight_replaced(model: Writing) -> None:
-    model.first.weight = nn.Parameter(model.first.weight + 1.0)
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize(
     ("write", "name"),
     [
-        (lambda model: model.first.weight.add_(1.0), r"first\.weight"),
-        (lambda model: model.first.weight.data.add_(1.0), r"first\.weight"),
-        (weight_replaced, r"first\.weight"),
+        (lambda model: model[0].weight.add_(1.0), r"0\.weight"),
+        (lambda model: model[0].weight.data.add_(1.0), r"0\.weight"),
+        (replaces_a_weight, r"0\.weight"),
         (lambda model: model.count.data.add_(1.0), "count"),
     ],
 )
-def test_network_that_writes_to_its_weights_is_refused(
-    write: Callable[[Writing], None], name: str, later: bool
-) -> None:
+def test_network_that_writes_to_its_weights_is_refused(write: Any, name: str, later: bool) -> None:
     model = Writing(lambda model: write(model) if model.passes >= later else None).train()
     for _ in range(2):  # and again
         with pytest.raises(PosthocError, match=rf"changed weights \({name}\).*give posthoc\.Outputs"):
@@ -181,7 +167,7 @@ def test_network_that_writes_to_its_weights_is_refused(
 
 
 def test_error_of_the_network_comes_before_what_it_wrote() -> None:
-    model = Writing(lambda model: model.first.weight.add_(1.0), fails_at=0).train()
+    model = Writing(lambda model: model[0].weight.add_(1.0), fails_at=0).train()
     with pytest.raises(RuntimeError, match="the network fell over"):
         used(model)
     assert model.training
@@ -196,12 +182,12 @@ def test_embeddings_that_are_kept_short_are_refused() -> None:
 
 
 def test_what_the_user_writes_into_weights_and_buffers_stays() -> None:
-    model = Writing(lambda model: None)
+    model: Any = Writing(lambda model: None)
     method = used(model)
-    for tensor in (model.first.weight, model.last.weight, model.count):
+    for tensor in (model[0].weight, model[2].weight, model.count):
         tensor.data.fill_(7.0)
     method.predict(inputs())
-    assert bool((model.first.weight == 7.0).all())
+    assert bool((model[0].weight == 7.0).all())
     assert float(model.count) == 7.0
     outputs = model(inputs())  # and a graph from before can still be differentiated
     method.predict(inputs())
@@ -253,13 +239,10 @@ def test_scripted_network_comes_back_too() -> None:
             return self.last(x)
 
     model = torch.jit.script(Counting()).train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    FMGP(model, "regression", **QUICK).fit((inputs(), values())).predict(inputs())
+    before = copy.deepcopy(model.state_dict())
+    used(model)
     assert model.training
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-# Two threads.
+    assert same(dict(model.state_dict()), before)
 
 
 class Waiting(nn.Module):
@@ -280,30 +263,22 @@ class Waiting(nn.Module):
             self.waits = False
             self.entered.set()
             assert self.go_on.wait(10.0)
-        out: Tensor = self.last(self.norm(x))
-        return out
+        return self.last(self.norm(x))
 
 
 def while_predicting(model: Waiting, act: Callable[[], Any]) -> BaseException | None:
     """The error of a prediction in the middle of which another thread acts on the network."""
-    method, errors = used(model), []
+    method = used(model)
     model.waits = True
 
-    def predict() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        predicting = pool.submit(method.predict, inputs())
+        assert model.entered.wait(10.0)
         try:
-            method.predict(inputs())
-        except PosthocError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=predict)
-    thread.start()
-    assert model.entered.wait(10.0)
-    try:
-        act()
-    finally:
-        model.go_on.set()
-        thread.join(10.0)
-    return errors[0] if errors else None
+            act()
+        finally:
+            model.go_on.set()
+        return predicting.exception(10.0)
 
 
 def train_once(model: nn.Module) -> None:

@@ -21,8 +21,7 @@ def classes(n: int, seed: int) -> Outputs:
 def test_a_classifiers_curves_against_loops():
     torch.manual_seed(0)
     data, ood = classes(300, 0), classes(100, 1)
-    method = MAP(None, "classification").fit(data)
-    found = score(method, data, ood)
+    found = score(MAP(None, "classification").fit(data), data, ood)
     curves = found.curves()
     p = data.outputs.double().softmax(-1).numpy()
     confidence, said, y = p.max(1), p.argmax(1), data.targets.numpy()
@@ -34,11 +33,8 @@ def test_a_classifiers_curves_against_loops():
             continue
         assert curves["reliability"]["confidence"][b] == pytest.approx(confidence[inside].mean(), rel=1e-5)
         assert curves["reliability"]["accuracy"][b] == pytest.approx((said == y)[inside].mean())
-    gaps = [
-        share * abs(c - a)
-        for share, c, a in zip(*(curves["reliability"][k] for k in ("share", "confidence", "accuracy")), strict=True)
-        if c is not None
-    ]
+    columns = (curves["reliability"][name] for name in ("share", "confidence", "accuracy"))
+    gaps = [share * abs(c - a) for share, c, a in zip(*columns, strict=True) if c is not None]
     assert sum(gaps) == pytest.approx(found.figures["ece"], rel=1e-4)
     entropy = -(p * np.log(p)).sum(1)
     q = ood.outputs.double().softmax(-1).numpy()
@@ -46,8 +42,7 @@ def test_a_classifiers_curves_against_loops():
     np.testing.assert_allclose(curves["entropy"]["edges"], edges)
     np.testing.assert_allclose(curves["entropy"]["in"], np.histogram(entropy, edges)[0] / 300)
     np.testing.assert_allclose(curves["entropy"]["out"], np.histogram(-(q * np.log(q)).sum(1), edges)[0] / 100)
-    order = np.argsort(entropy)
-    wrong = (said != y)[order]
+    wrong = (said != y)[np.argsort(entropy)]
     np.testing.assert_allclose(curves["risk_coverage"]["coverage"], np.arange(1, 51) / 50)
     np.testing.assert_allclose(curves["risk_coverage"]["risk"], [wrong[: 6 * k].mean() for k in range(1, 51)])
 
@@ -56,10 +51,10 @@ def test_a_regressions_curves_against_loops():
     g = torch.Generator().manual_seed(0)
     mean = torch.randn(250, 1, generator=g)
     y = mean + 0.5 * torch.randn(250, 1, generator=g)
-    method = MAP(None, "regression").fit(Outputs(mean, y))
-    found = score(method, Outputs(mean, y))
+    data = Outputs(mean, y)
+    method = MAP(None, "regression").fit(data)
+    found, pred = score(method, data), method.predict(data)
     curves = found.curves()
-    pred = method.predict(Outputs(mean, y))
     for level, share in zip(curves["calibration"]["level"], curves["calibration"]["coverage"], strict=True):
         low, high = pred.interval(level)
         assert share == pytest.approx(float(((y >= low) & (y <= high)).double().mean()))

@@ -15,11 +15,10 @@ from posthoc.errors import DataError, FileError, MissingExtraError, OptionError,
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.hmc import HMC, MAX_NOISE, WeightPosterior, agreement
-from tests.cases import inputs, labels, mlp, values
+from tests.cases import in_eval, inputs, labels, mlp, values
 
 D = torch.float64
 QUICK = {"samples": 5, "warmup": 5, "chains": 2, "max_tree_depth": 2, "max_r_hat": None}
-
 LONG = {"samples": 250, "warmup": 60, "max_tree_depth": 4}
 
 
@@ -36,23 +35,19 @@ def line(n: int = 25, noise: float = 0.5) -> tuple[Tensor, Tensor]:
     return x, x @ truth + noise * torch.randn(n, 1, generator=g, dtype=D)
 
 
-class Conjugate:
+def conjugate(x: Tensor, y: Tensor, prior_std: float, bound: float) -> tuple[Tensor, Tensor, float, float]:
     """Bayesian linear regression with weights N(0, s²) and a uniform noise variance: given σ² all is Gaussian, and σ²
-    itself is summed over a grid."""
-
-    def __init__(self, x: Tensor, y: Tensor, prior_std: float, bound: float) -> None:
-        grid = (torch.arange(2000, dtype=D) + 0.5) * bound / 2000
-        variance = grid[:, None, None]
-        covariance = torch.linalg.inv(x.mT @ x / variance + torch.eye(2, dtype=D) / prior_std**2)
-        mean = (covariance @ x.mT @ y / variance).squeeze(-1)
-        evidence = prior_std**2 * x @ x.mT + variance * torch.eye(len(x), dtype=D)
-        zero = torch.zeros(len(x), dtype=D)
-        p = torch.distributions.MultivariateNormal(zero, evidence).log_prob(y[:, 0]).softmax(0)
-        self.mean = p @ mean
-        away = mean - self.mean
-        self.covariance = torch.einsum("s,sij->ij", p, covariance + away[:, :, None] * away[:, None, :])
-        self.noise = float(p @ grid)
-        self.noise_std = float((p @ (grid - self.noise).square()).sqrt())
+    itself is summed over a grid. Mean and covariance of the weights, mean and deviation of σ²."""
+    grid = (torch.arange(2000, dtype=D) + 0.5) * bound / 2000
+    variance = grid[:, None, None]
+    covariance = torch.linalg.inv(x.mT @ x / variance + torch.eye(2, dtype=D) / prior_std**2)
+    means = (covariance @ x.mT @ y / variance).squeeze(-1)
+    evidence = prior_std**2 * x @ x.mT + variance * torch.eye(len(x), dtype=D)
+    p = torch.distributions.MultivariateNormal(0.0 * y[:, 0], evidence).log_prob(y[:, 0]).softmax(0)
+    mean, noise = p @ means, float(p @ grid)
+    away = means - mean
+    total = torch.einsum("s,sij->ij", p, covariance + away[:, :, None] * away[:, None, :])
+    return mean, total, noise, float((p @ (grid - noise).square()).sqrt())
 
 
 def test_the_energy_is_minus_the_log_density():
@@ -69,37 +64,34 @@ def test_the_energy_is_minus_the_log_density():
         log_density = torch.distributions.Normal(x @ w[:, None], variance.sqrt()).log_prob(y).sum()
         return -(torch.distributions.Normal(0.0, 0.3).log_prob(w).sum() + log_density + slope)
 
-    g = torch.Generator().manual_seed(1)
-    places = [(torch.randn(2, generator=g, dtype=D), torch.randn(1, generator=g, dtype=D)) for _ in range(3)]
-    ours = torch.stack([posterior({"weights": w, "noise": u}) for w, u in places])
-    expected = torch.stack([energy(w, u) for w, u in places])
+    places = torch.randn(3, 3, generator=torch.Generator().manual_seed(1), dtype=D)
+    ours = torch.stack([posterior({"weights": at[:2], "noise": at[2:]}) for at in places])
+    expected = torch.stack([energy(at[:2], at[2:]) for at in places])
     torch.testing.assert_close(ours.diff(), expected.diff())
     assert float(posterior.max_noise) == pytest.approx(MAX_NOISE)  # no network: its residuals are the targets
 
 
 def test_linear_regression_is_the_closed_form():
     x, y = line()
-    network = linear()
-    method = HMC(network, "regression", **LONG, prior_precision=1 / 0.8**2).fit((x, y))
-    with torch.no_grad():
-        error = float((network(x) - y).square().mean())
-    exact = Conjugate(x, y, 0.8, MAX_NOISE * max(float(y.var(unbiased=False)), error))
+    method = HMC(linear(), "regression", **LONG, prior_precision=1 / 0.8**2).fit((x, y))
+    error = float((in_eval(linear(), x) - y).square().mean())
+    mean, covariance, variance, spread = conjugate(x, y, 0.8, MAX_NOISE * max(float(y.var(unbiased=False)), error))
     draws, noise = method._fitted.weights, method._fitted.noise
     assert draws.shape == (500, 2)
     ess = method.diagnostics["ess"]
     assert ess > 150
     assert method.diagnostics["r_hat"] < 1.05
     assert sum(method.diagnostics["divergences"]) == 0
-    std = exact.covariance.diagonal().sqrt()
-    assert ((draws.mean(0) - exact.mean) / std).abs().max() < 4.0 / math.sqrt(ess)
-    relative = draws.mT.cov() / torch.outer(std, std) - exact.covariance / torch.outer(std, std)
+    std = covariance.diagonal().sqrt()
+    assert ((draws.mean(0) - mean) / std).abs().max() < 4.0 / math.sqrt(ess)
+    relative = (draws.mT.cov() - covariance) / torch.outer(std, std)
     assert relative.abs().max() < 4.0 * math.sqrt(2.0 / ess)
-    assert abs(float(noise.mean()) - exact.noise) / exact.noise_std < 4.0 / math.sqrt(ess)
-    assert abs(float(noise.std()) / exact.noise_std - 1.0) < 0.3
+    assert abs(float(noise.mean()) - variance) / spread < 4.0 / math.sqrt(ess)
+    assert abs(float(noise.std()) / spread - 1.0) < 0.3
     # and so is the predictive
     t = torch.tensor([[1.0, 0.0], [2.0, 3.0]], dtype=D)
     pred = method.predict(t)
-    expected = (t @ exact.covariance @ t.mT).diagonal()[:, None]
+    expected = (t @ covariance @ t.mT).diagonal()[:, None]
     torch.testing.assert_close(pred.latent_variance, expected, rtol=0.3, atol=0)
     torch.testing.assert_close(pred.noise, noise.mean().expand(2, 1))
     torch.testing.assert_close(pred.latent.mean, t @ draws.mean(0)[:, None])
@@ -111,11 +103,9 @@ def test_classification_is_the_sum_over_a_grid():
     y = (x[:, 0] + 0.5 * torch.randn(15, generator=g, dtype=D) > 0).long()
     method = HMC(linear(2, width=1), "classification", **LONG, prior_precision=1 / 1.5**2).fit((x, y))
     axis = torch.linspace(-8.0, 8.0, 161, dtype=D)
-    a, b = torch.meshgrid(axis, axis, indexing="ij")
-    weights = torch.stack([a.reshape(-1), b.reshape(-1)], -1)  # (K, 2)
-    logits = weights[:, None, :] * x[None]  # (K, N, 2)
-    log_p = logits.log_softmax(-1).gather(-1, y.expand(len(weights), -1)[..., None]).sum((1, 2))
-    p = (log_p - 0.5 * (weights / 1.5).square().sum(-1)).softmax(0)
+    weights = torch.cartesian_prod(axis, axis)  # (K, 2)
+    log_likelihood = (weights[:, None, :] * x).log_softmax(-1)[:, torch.arange(15), y].sum(1)
+    p = (log_likelihood - 0.5 * (weights / 1.5).square().sum(-1)).softmax(0)
     mean = p @ weights
     std = (p @ (weights - mean).square()).sqrt()
     draws, ess = method._fitted.weights, method.diagnostics["ess"]
@@ -141,10 +131,9 @@ def test_a_warning_where_chains_do_not_agree():
     independent = torch.randn(3, 300, 2, generator=torch.Generator().manual_seed(0), dtype=D)
     assert agreement(independent)[0] < 1.02 < 2.0 < agreement(independent + 3.0 * torch.arange(3)[:, None, None])[0]
     assert agreement(torch.ones(2, 10, 1, dtype=D))[0] == math.inf  # chains that never moved
-    x, y = line()
     method = HMC(linear(), "regression", samples=4, warmup=1, chains=3, max_tree_depth=1)
     with pytest.warns(PosthocWarning, match="R-hat is .* max_tree_depth"):
-        method.fit((x, y))
+        method.fit(line())
     assert method.fitted
 
 
@@ -155,10 +144,8 @@ def test_frozen_weights_stay(tmp_path):
     assert method._fitted.metadata["names"] == ["2.weight", "2.bias"]
     assert method._fitted.weights.shape == (10, 14)
     assert method._fitted.noise.shape == (10, 2)
-    with torch.no_grad():
-        hidden = model[:-1](x)
-        expected = torch.stack([hidden @ w[:12].view(2, 6).mT + w[12:] for w in method._fitted.weights]).mean(0)
-    pred = method.predict(x)
+    hidden, pred = in_eval(model[:-1], x), method.predict(x)
+    expected = torch.stack([hidden @ w[:12].view(2, 6).mT + w[12:] for w in method._fitted.weights]).mean(0)
     torch.testing.assert_close(pred.latent.mean, expected)
     # A network may be loaded with other weights frozen.
     method.save(tmp_path / "head.safetensors")

@@ -14,10 +14,10 @@ from posthoc.fmgp.inducing_points import distinct, initial_inducing, kmeans, per
 
 
 class Rows:
-    """A source over given blocks, which counts what is read at once."""
+    """A source over given blocks."""
 
     def __init__(self, targets=None, **blocks):
-        self.blocks, self.largest = blocks, 0
+        self.blocks = blocks
         self.outputs = SimpleNamespace(targets=targets)
         self.coordinates = SimpleNamespace(device=torch.device("cpu"))
 
@@ -25,7 +25,6 @@ class Rows:
         return len(next(iter(self.blocks.values())))
 
     def points(self, rows):
-        self.largest = max(self.largest, len(rows))
         return {k: v[rows] for k, v in self.blocks.items()}
 
 
@@ -33,14 +32,10 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def clusters(per=200, seed=0):
-    centres = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0], [10.0, 10.0]], dtype=torch.float64)
-    noise = torch.randn(4 * per, 2, dtype=torch.float64, generator=seeded(seed))
-    return centres, (centres.repeat_interleave(per, 0) + 0.5 * noise)[torch.randperm(4 * per, generator=seeded(1))]
-
-
 def test_kmeans_finds_separate_clusters():
-    centres, x = clusters()
+    centres = torch.cartesian_prod(*torch.tensor([[0.0, 10.0]] * 2, dtype=torch.float64))
+    noise = torch.randn(800, 2, dtype=torch.float64, generator=seeded())
+    x = (centres.repeat_interleave(200, 0) + 0.5 * noise)[torch.randperm(800, generator=seeded(1))]
     found = kmeans(Rows(features=x), 4, seeded())["features"]
     assert torch.cdist(centres, found).amin(1).max() < 0.2
 
@@ -69,19 +64,15 @@ def test_same_seed_same_points_and_duplicates_do_no_harm():
 @pytest.mark.parametrize(("m", "warns"), [(200, 0), (300, 1)])
 def test_only_the_fit_that_is_kept_warns_of_fewer_points(task, inducing, m, warns, monkeypatch):
     """Fits on parts of the rows, which there are in both tasks, have fewer rows than were asked for."""
-    g = seeded()
+    g, compare = seeded(), selection.compare
     outputs, features = torch.randn(250, 2, generator=g), torch.randn(250, 3, generator=g)
-    if task == "regression":
-        y = features[:, :2] * torch.randn(250, 2, generator=g)
-    else:
-        y = torch.arange(250) % 2
-        compare = selection.compare
+    y = features[:, :2] * torch.randn(250, 2, generator=g) if task == "regression" else torch.arange(250) % 2
 
-        def compared(job, forms, *more):
-            compare(job, forms, *more)
-            return selection.Selection(forms[0], "")  # temperature scaling has a single inducing point
+    def compared(job, forms, *more):
+        found = compare(job, forms, *more)  # of classes, temperature scaling, which has a single inducing point
+        return selection.Selection(forms[0], "") if task == "classification" else found
 
-        monkeypatch.setattr(selection, "compare", compared)
+    monkeypatch.setattr(selection, "compare", compared)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PosthocWarning)
         bayes = FMGP(None, task, inducing=inducing, num_inducing=m, steps=60, lr=0.05)
@@ -97,8 +88,7 @@ def test_per_class_points_belong_to_the_class_of_their_row():
     found = per_class(Rows(y, features=x), 20, seeded())
     assert torch.equal(y[found.z["features"].squeeze(1).long()], found.z_class)
     assert found.z_class.bincount(minlength=4).tolist() == [10, 8, 0, 2]
-    few = per_class(Rows(y, features=x), 2, seeded())
-    assert len(few.z_class.unique()) == 2
+    assert len(per_class(Rows(y, features=x), 2, seeded()).z_class.unique()) == 2
 
 
 def test_random_classes_are_even_and_cover_what_they_can():

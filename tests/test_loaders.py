@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import UserList
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,9 +25,6 @@ def regression() -> FMGP:
 
 def classification() -> FMGP:
     return FMGP(mlp(3), "classification", **QUICK)
-
-
-# Pairs.
 
 
 def frame() -> Any:
@@ -92,18 +90,15 @@ def test_tokens_and_labels_apart_are_understood_as_in_batches() -> None:
 
 
 def test_methods_that_run_the_network_take_the_same_pairs() -> None:
-    method = REGISTRY["mfvi"]
     x, y = inputs(), values()
 
-    def fitted(data: Any) -> Tensor:
-        made = method(mlp(), "regression", steps=3, samples=2)  # type: ignore[call-arg]
-        return made.fit(data).predict(x).mean
+    def fitted(data: Any) -> Any:
+        return REGISTRY["mfvi"](mlp(), "regression", steps=3, samples=2).fit(data)  # type: ignore[call-arg]
 
-    expected = fitted((x, y))
+    expected = fitted((x, y)).predict(x).mean
     for data in (({"input": x}, y), (frame(), y.tolist()), (x.double().numpy(), y.numpy())):
-        assert torch.equal(fitted(data), expected)
-    made = method(mlp(), "regression", steps=3, samples=2).fit((x, y))  # type: ignore[call-arg]
-    assert torch.equal(made.predict(frame()).mean, made.predict(x).mean)
+        assert torch.equal(fitted(data).predict(x).mean, expected)
+    assert torch.equal(fitted((x, y)).predict(frame()).mean, expected)
 
 
 def test_methods_that_train_see_pairs_in_a_new_order() -> None:
@@ -126,32 +121,22 @@ def test_pair_with_something_else_or_rows_of_several_lengths_is_refused() -> Non
 
 
 def test_options_in_a_mapping_are_no_rows() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-
-        def forward(self, x: Tensor, scale: tuple[float, float], names: list[str]) -> Tensor:
-            out: Tensor = self.body(x * scale[0] / scale[1])
-            return out
+    class Scaled(nn.Sequential):
+        def forward(self, x: Tensor, scale: tuple[float, float], names: list[str]) -> Tensor:  # type: ignore[override]
+            return super().forward(x * scale[0] / scale[1])
 
     data = {"x": inputs(), "scale": (2.0, 1.0), "names": ["a", "b"], "y": values()}
-    pred = FMGP(Scaled(), "regression", **QUICK).fit(data).predict(data)
+    pred = FMGP(Scaled(*mlp()), "regression", **QUICK).fit(data).predict(data)
     assert torch.equal(pred.mean, in_eval(mlp(), 2.0 * inputs()))
 
 
 def test_tuple_of_batches_is_no_pair() -> None:
     x, y = inputs(), values()
-    expected = numbers(regression().fit([(x, y)]))
     halves = ((x[:15], y[:15]), (x[15:], y[15:]))
     for batches in (halves, tuple(map(list, halves)), tuple({"input": each[0], "y": each[1]} for each in halves)):
         assert len(list(iterate(batches, 256))) == 2
-    found = numbers(regression().fit(halves))
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4)
-
-
-# Datasets that can be iterated.
+    found, expected = (numbers(regression().fit(batches)) for batches in (halves, [(x, y)]))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 class Rows(Dataset[Any]):
@@ -171,26 +156,7 @@ class Rows(Dataset[Any]):
         return (self[row] for row in range(len(self)))
 
 
-class Mappings(Rows):
-    def __getitem__(self, row: int) -> Any:
-        return {"input": self.columns[0][row].tolist(), "label": int(self.columns[1][row])}
-
-
-class Listed(Sequence[Any]):
-    """No dataset of anybody's, but it has rows by number."""
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, row: Any) -> Any:
-        if row >= N:
-            raise IndexError
-        return inputs()[row], int(labels()[row])
-
-
 class Streamed(IterableDataset[Any]):
-    """Items that come one after the other."""
-
     def __init__(self, items: Any) -> None:
         self.items = items
 
@@ -216,8 +182,8 @@ DATASETS: dict[str, Callable[[], Any]] = {
     "iterator": lambda: iter([[inputs(), labels()]]),
     "float64 into a float32 network": lambda: (inputs().double().numpy(), labels().numpy()),
     "outputs": lambda: recorded(mlp(3), inputs(), labels()),
-    "mappings": lambda: Mappings(inputs(), labels()),
-    "sequence": lambda: Listed(),
+    "mappings": lambda: Rows([{"input": x.tolist(), "label": int(y)} for x, y in zip(inputs(), labels(), strict=True)]),
+    "sequence": lambda: UserList(zip(inputs(), labels().tolist(), strict=True)),
     "stream of rows": lambda: DataLoader(Streamed(list(zip(inputs(), labels(), strict=True))), batch_size=N),
     "stream of batches": lambda: DataLoader(Streamed([(inputs(), labels())]), batch_size=None),
     "Hugging Face": lambda: labelled(),
@@ -253,19 +219,16 @@ def test_stream_that_could_be_of_rows_or_batches_and_rows_that_cannot_be_stacked
 @pytest.mark.parametrize(
     "rows",
     [
-        lambda: list(zip(inputs(), labels(), strict=True)),
-        lambda: list(zip(inputs(), values(), strict=True)),
-        lambda: iter(list(zip(inputs(), labels(), strict=True))),
-        lambda: [{"input": x, "labels": int(y)} for x, y in zip(inputs(), labels(), strict=True)],
-        lambda: DataLoader(Rows(inputs(), labels()), batch_size=None),
+        list(zip(inputs(), labels(), strict=True)),
+        list(zip(inputs(), values(), strict=True)),
+        zip(inputs(), labels(), strict=True),
+        [{"input": x, "labels": int(y)} for x, y in zip(inputs(), labels(), strict=True)],
+        DataLoader(Rows(inputs(), labels()), batch_size=None),
     ],
 )
-def test_rows_that_nobody_batched_are_refused_before_the_network_sees_them(rows: Callable[[], Any]) -> None:
-    def never(**_: Any) -> Tensor:
-        raise AssertionError("the network was run")
-
+def test_rows_that_nobody_batched_are_refused_before_the_network_sees_them(rows: Any) -> None:
     with pytest.raises(DataError, match=r"Expected batches, got single rows.*put the data into a DataLoader"):
-        FMGP(never, "classification", **QUICK).fit(rows())
+        FMGP(lambda **_: pytest.fail("the network was run"), "classification", **QUICK).fit(rows)
 
 
 def test_words_beside_the_numbers_reach_the_model_as_they_are() -> None:

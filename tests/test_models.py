@@ -21,10 +21,7 @@ from posthoc.integrations.datasets import open_data
 from posthoc.integrations.models import ONLY_TENSORS
 from tests.collecting_cases import NET, TRANSFORM, TinyNet, assert_close, expected, images, outputs, predictor, raw
 
-ROWS = 5
-
-
-# Import strings
+ROWS, NO_NET = 5, "tests.collecting_cases:mean_of_pixels"
 
 
 @pytest.fixture
@@ -46,10 +43,8 @@ def test_a_module_in_the_current_folder(package):
     for name in ("make", "ready"):
         found = outputs(predictor(f"own_nets.small:{name}", weights="none", trust_code=True), images(ROWS))
         assert_close(found, expected(raw(ROWS)), "outputs", "features")
-    for name, message in [
-        *(("small:number", "got int"), ("small:three", "got int")),
-        *(("small:absent", "has no attribute 'absent'"), ("absent:make", "cannot be imported")),
-    ]:
+    absent = {"small:absent": "has no attribute 'absent'", "absent:make": "cannot be imported"}
+    for name, message in {"small:number": "got int", "small:three": "got int", **absent}.items():
         with pytest.raises(OptionError, match=message):
             predictor(f"own_nets.{name}", weights="none", trust_code=True)
 
@@ -67,12 +62,12 @@ def test_code_is_not_run_unless_it_is_trusted(package, fake_libraries):
 
 
 def test_any_callable_has_outputs_but_no_layers():
-    opened = predictor("tests.collecting_cases:mean_of_pixels", trust_code=True)
+    opened = predictor(NO_NET, trust_code=True)
     wanted = raw(ROWS).flatten(1).mean(1, keepdim=True)
     assert_close(outputs(opened, images(ROWS)), Outputs(wanted), "outputs")
     assert opened.identity["network"] is None
     with pytest.raises(LayerError, match=r"Expected an nn.Module"):
-        predictor("tests.collecting_cases:mean_of_pixels", trust_code=True, layer="fc")
+        predictor(NO_NET, trust_code=True, layer="fc")
 
 
 def test_the_identity_tells_weights_layers_and_transforms_apart():
@@ -96,9 +91,6 @@ def test_what_names_no_predictor_is_refused(tmp_path):
     for device in ("abacus", "cuda:99"):
         with pytest.raises(OptionError, match="Expected a device"):
             predictor(NET, weights="none", trust_code=True, device=device)
-
-
-# Files of weights
 
 
 def test_weights_from_a_file(tmp_path):
@@ -141,22 +133,17 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     save_file({"fc.weight": torch.ones(3, 4), "stem": torch.ones(1)}, tmp_path / "other.safetensors")
     (tmp_path / "text.safetensors").write_text("no")
     torch.save([1, 2], tmp_path / "list.pt")
-    for name, message in [
-        ("seven.safetensors", r"size mismatch for fc.weight: .*\[7, 4\]"),
-        ("other.safetensors", r"Missing key.* \"conv.weight\".* Unexpected key.*stem"),
-        ("text.safetensors", "Expected tensors by name"),
-        ("list.pt", "found list"),
-        ("absent.safetensors", "found none at"),
+    for net, weights, error, message in [
+        (NET, "seven.safetensors", FileError, r"size mismatch for fc.weight: .*\[7, 4\]"),
+        (NET, "other.safetensors", FileError, r"Missing key.* \"conv.weight\".* Unexpected key.*stem"),
+        (NET, "text.safetensors", FileError, "Expected tensors by name"),
+        (NET, "list.pt", FileError, "found list"),
+        (NET, "absent.safetensors", FileError, "found none at"),
+        (NET, "DEFAULT", OptionError, "got the name 'DEFAULT'"),
+        (NO_NET, "seven.safetensors", OptionError, r"to return an nn\.Module, got function"),
     ]:
-        with pytest.raises(FileError, match=message):
-            predictor(NET, weights=str(tmp_path / name), trust_code=True)
-    with pytest.raises(OptionError, match="got the name 'DEFAULT'"):
-        predictor(NET, weights="DEFAULT", trust_code=True)
-    with pytest.raises(OptionError, match=r"to return an nn\.Module, got function"):
-        predictor("tests.collecting_cases:mean_of_pixels", weights=str(tmp_path / "seven.safetensors"), trust_code=True)
-
-
-# torchvision and timm, by stand-ins with the same functions
+        with pytest.raises(error, match=message):
+            predictor(net, weights=weights if weights == "DEFAULT" else str(tmp_path / weights), trust_code=True)
 
 
 class Brighter:
@@ -250,9 +237,6 @@ def test_names_and_inputs_that_do_not_fit_are_refused(fake_libraries):
             predictor(name, weights=weights)
     with pytest.raises(DataError, match="Expected an image a row for this predictor, got numbers"):
         outputs(predictor("torchvision:tiny"), [np.ones(3)])
-
-
-# The libraries themselves, where they are
 
 
 @pytest.mark.parametrize("library", ["torchvision", "timm"])

@@ -21,29 +21,27 @@ from tests.cases import QUICK, WIDTH, N, answers, in_eval, inputs, labels, mlp, 
 
 def in_form(form: str, x: Tensor, y: Tensor, batch_size: int = 8) -> Any:
     """The data in one of the forms that `fit` and `predict` take."""
-    if form == "view":
-        return torch.cat([x, x], 1)[:, :WIDTH], y
-    forms: dict[str, Callable[[], Any]] = {
-        "arrays": lambda: (x, y),
-        "numpy": lambda: (x.numpy(), y.numpy()),
-        "mapping": lambda: {"input": x, "labels": y},
-        "list": lambda: [(x, y)],
-        "loader": lambda: DataLoader(TensorDataset(x, y), batch_size=batch_size),
-        "dataset": lambda: TensorDataset(x, y),
+    forms: dict[str, Any] = {
+        "arrays": (x, y),
+        "view": (torch.cat([x, x], 1)[:, :WIDTH], y),
+        "numpy": (x.numpy(), y.numpy()),
+        "mapping": {"input": x, "labels": y},
+        "list": [(x, y)],
+        "loader": DataLoader(TensorDataset(x, y), batch_size=batch_size),
+        "dataset": TensorDataset(x, y),
     }
-    return forms[form]()
-
-
-# Networks that end in squeeze()
+    return forms[form]
 
 
 class Squeezed(nn.Module):
+    """A network that drops the axis of a single row."""
+
     def __init__(self, outputs: int = 1, axis: int | None = None) -> None:
         super().__init__()
         self.body, self.axis = mlp(outputs), axis
 
     def forward(self, input: Tensor) -> Tensor:
-        out: Tensor = self.body(input)
+        out = self.body(input)
         return out.squeeze() if self.axis is None else out.squeeze(self.axis)
 
 
@@ -51,8 +49,7 @@ class Squeezed(nn.Module):
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_a_last_batch_of_one_row(outputs: int, form: str) -> None:
     model = Squeezed(outputs)
-    y = values(257) if outputs == 1 else values(257, outputs)
-    data = in_form(form, inputs(257), y)  # cut at 256 rows, or at 8
+    data = in_form(form, inputs(257), values(257, outputs))  # cut at 256 rows, or at 8
     mean = FMGP(model, "regression", **QUICK).fit(data).predict(data).latent.mean
     assert mean.shape == ((257,) if outputs == 1 else (257, outputs))
     torch.testing.assert_close(mean, in_eval(model, inputs(257)))
@@ -79,10 +76,10 @@ def test_one_row_is_predicted(form: str) -> None:
 
 
 def test_one_row_to_fit_on_an_axis_that_only_one_row_loses_and_a_single_logit() -> None:
-    for outputs in (1, 3):
-        options = {**QUICK, "num_inducing": 1}
-        method = FMGP(Squeezed(outputs), "regression", **options).fit((inputs(1), values(1, outputs)))
-        assert method.predict(inputs(1)).latent.mean.shape == ((1,) if outputs == 1 else (1, 3))
+    for outputs, shape in ((1, (1,)), (3, (1, 3))):
+        method = FMGP(Squeezed(outputs), "regression", **{**QUICK, "num_inducing": 1})
+        method.fit((inputs(1), values(1, outputs)))
+        assert method.predict(inputs(1)).latent.mean.shape == shape
     model = Squeezed(1, axis=0)
     method = FMGP(model, "regression", **QUICK).fit((inputs(257), values(257)))
     assert torch.equal(method.predict(inputs(1)).latent.mean, in_eval(model, inputs(1))[None])
@@ -96,27 +93,22 @@ def test_one_row_to_fit_on_an_axis_that_only_one_row_loses_and_a_single_logit() 
 def test_methods_that_run_the_network_read_single_rows_too(name: str) -> None:
     options: Any = {"mfvi": {"steps": 3, "samples": 2}, "ella": {"weights": "all"}}[name]
     data = in_form("loader", inputs(17), labels(17))
-    flat, plain = (
-        REGISTRY[name](model, "classification", **options).fit(data) for model in (Squeezed(3), nn.Sequential(mlp(3)))
-    )
-    torch.testing.assert_close(flat.predict(inputs(1)).latent.mean, plain.predict(inputs(1)).latent.mean)
+
+    def mean(model: nn.Module) -> Tensor:
+        return REGISTRY[name](model, "classification", **options).fit(data).predict(inputs(1)).latent.mean
+
+    torch.testing.assert_close(mean(Squeezed(3)), mean(nn.Sequential(mlp(3))))
 
 
 def test_rows_collected_without_targets_and_a_leading_axis_that_is_no_row(tmp_path: Path) -> None:
     backbone = Backbone(Squeezed(3), None, None)
     outputs = collect_to_folder(backbone, inputs(9), tmp_path / "outputs", identity={"data": "nine"}, batch_size=4)
     assert outputs.outputs.shape == (9, 3)
-
-    def model(x: Tensor) -> Tensor:  # (1, N, D)
-        return x[0].sum(1)
-
-    method = FMGP(model, "regression", kernel=RBF(on="outputs"), **QUICK).fit([(inputs()[None], values())])
+    method = FMGP(lambda x: x[0].sum(1), "regression", kernel=RBF(on="outputs"), **QUICK)
+    method.fit([(inputs()[None], values())])
     assert method.predict(inputs()[None]).latent.mean.shape == (N,)
     with pytest.raises(DataError, match="one row a point, got a single number"):
         FMGP(lambda x: x.sum(), "regression", **QUICK).fit((inputs(), values()))
-
-
-# Networks that change their input in place
 
 
 def scaled(x: Tensor) -> Tensor:
@@ -140,8 +132,7 @@ class InPlace(nn.Module):
         self.change, self.body = change, mlp(outputs)
 
     def forward(self, input: Tensor) -> Tensor:
-        out: Tensor = self.body(self.change(input))
-        return out
+        return self.body(self.change(input))
 
 
 def on_a_copy(outputs: int = 1) -> nn.Module:
@@ -170,11 +161,11 @@ def test_data_stay_without_a_kernel_on_them_in_inference_mode_and_if_the_network
     def fails(x: Tensor) -> Tensor:
         raise RuntimeError(f"the network failed at {float(x.zero_().sum())}")
 
-    x, expected = inputs(), in_eval(on_a_copy(), inputs())
+    x = inputs()
     method = FMGP(InPlace(scaled), "regression", **QUICK).fit((x, values()))
-    assert torch.equal(method.predict(x).latent.mean, expected)
-    with torch.inference_mode():
-        assert torch.equal(method.predict(x).latent.mean, expected)
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            assert torch.equal(method.predict(x).latent.mean, in_eval(on_a_copy(), inputs()))
     with pytest.raises(RuntimeError, match="network failed"):
         FMGP(fails, "regression", **QUICK).fit((x, values()))
     assert torch.equal(x, inputs())
@@ -196,5 +187,4 @@ def test_methods_that_run_the_network_often_give_it_the_same_data(name: str) -> 
     probs = predicted(lambda: InPlace(scaled, 3))
     assert torch.equal(x, inputs())
     torch.testing.assert_close(probs, predicted(lambda: on_a_copy(3)))
-    members = Members([InPlace(scaled), InPlace(scaled)])
-    assert torch.equal(members(inputs()), on_a_copy()(inputs()))
+    assert torch.equal(Members([InPlace(scaled), InPlace(scaled)])(inputs()), on_a_copy()(inputs()))
