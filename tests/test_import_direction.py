@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-PACKAGE = Path(__file__).parents[1] / "src" / "posthoc"
 ROOT = "posthoc"
+PACKAGE = Path(__file__).parents[1] / "src" / ROOT
 
 LAYERS = (
     "errors",
@@ -53,8 +53,7 @@ def imports(package: Path) -> Iterator[Import]:
     """Every import within the package that runs, from one top-level name to another."""
     for path in sorted(package.rglob("*.py")):
         parts = (ROOT, *path.relative_to(package).with_suffix("").parts)
-        module = parts[:-1] if parts[-1] == "__init__" else parts
-        user = module[1] if len(module) > 1 else ROOT
+        user = parts[1].replace("__init__", ROOT)
         for node, kind in statements(ast.parse(path.read_text()), "module"):
             for used in targets(node, parts[:-1], package):
                 if used != user:
@@ -76,27 +75,23 @@ def statements(node: ast.AST, kind: str) -> Iterator[tuple[ast.Import | ast.Impo
 
 def targets(node: ast.Import | ast.ImportFrom, here: tuple[str, ...], package: Path) -> Iterator[str]:
     """The top-level names that a statement imports from; `posthoc` for what `posthoc/__init__.py` defines."""
-    if isinstance(node, ast.Import):
-        modules = [alias.name.split(".") for alias in node.names]
-    else:
-        start = list(here[: len(here) - node.level + 1]) if node.level else []
-        source = start + (node.module.split(".") if node.module else [])
-        modules = [[*source, alias.name] for alias in node.names]
-    for module in modules:
-        if module[0] == ROOT:
-            name = module[1] if len(module) > 1 else ROOT
-            is_part = (package / name).is_dir() or (package / f"{name}.py").exists()
-            yield name if is_part else ROOT
+    source = ""
+    if isinstance(node, ast.ImportFrom):
+        start = here[: len(here) - node.level + 1] if node.level else ()
+        source = ".".join([*start, node.module or ""]).strip(".") + "."
+    for alias in node.names:
+        top, *names = f"{source}{alias.name}".split(".")
+        if top == ROOT:
+            is_part = names and ((package / names[0]).is_dir() or (package / f"{names[0]}.py").exists())
+            yield names[0] if is_part else ROOT
 
 
 def violations(package: Path) -> list[str]:
     """Imports from below, and pairs of one layer that import each other."""
     known = [i for i in imports(package) if i.user in RANKS and i.used in RANKS]
-    found = [
-        f"{i.place}: {i.user} is above {i.used} and may not import from it"
-        for i in known
-        if RANKS[i.used] > RANKS[i.user] and not (i.kind == "function" and (i.user, i.used) in LOOKUPS)
-    ]
+    below = [i for i in known if RANKS[i.used] > RANKS[i.user]]
+    wrong = [i for i in below if i.kind == "module" or (i.user, i.used) not in LOOKUPS]
+    found = [f"{i.place}: {i.user} is above {i.used} and may not import from it" for i in wrong]
     pairs = {(i.user, i.used) for i in known if i.kind == "module" and RANKS[i.used] == RANKS[i.user]}
     return found + [f"{a} and {b} import each other" for a, b in sorted(pairs) if a < b and (b, a) in pairs]
 

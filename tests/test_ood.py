@@ -10,8 +10,10 @@ import torch
 
 from posthoc import FMGP, RBF, DataError, OptionError, Outputs
 from posthoc.fmgp.ood import FAR_LEVEL, FLOOR_LEVEL, OutOfDistribution, top_margin
+from tests.cases import reloaded
 
 G = torch.Generator
+QUICK = {"steps": 2, "num_inducing": 5}
 
 
 def features(n: int = 4000, d: int = 6, seed: int = 0) -> torch.Tensor:
@@ -29,10 +31,10 @@ def classified(n: int = 400, seed: int = 0) -> Outputs:
     return Outputs(logits, y, features(n, seed=seed).float())
 
 
-def estimated(x: torch.Tensor, **attributes: float) -> OutOfDistribution:
+def estimated(x: torch.Tensor, *, exponent: float = 0.0, strength: float = 0.0) -> OutOfDistribution:
     ood = OutOfDistribution.of(x)
     assert ood is not None
-    ood.exponent, ood.strength = attributes.get("exponent", 0.0), torch.tensor(attributes.get("strength", 0.0)).double()
+    ood.exponent, ood.strength = exponent, torch.tensor(strength).double()
     return ood
 
 
@@ -85,10 +87,9 @@ def test_the_distance_limits_the_confidence_however_large_the_logits():
 
 
 def test_outputs_that_are_all_alike_have_no_top_margin():
-    outputs = torch.full((5, 4), 2.5)
-    assert torch.equal(top_margin(outputs), torch.zeros(5, dtype=torch.float64))
+    assert torch.equal(top_margin(torch.full((5, 4), 2.5)), torch.zeros(5, dtype=torch.float64))
     data = Outputs(torch.zeros(200, 3), torch.arange(200) % 3, features(200).float())
-    flat = FMGP(None, "classification", variance="separable", ood_strength=1.0, steps=2, num_inducing=5).fit(data)
+    flat = FMGP(None, "classification", variance="separable", ood_strength=1.0, **QUICK).fit(data)
     assert bool(flat.predict(data).probs.isfinite().all())
 
 
@@ -108,8 +109,7 @@ def test_fewer_rows_than_dimensions_do_not_make_everything_new():
 
 
 def test_constant_and_zero_features_are_no_trouble():
-    assert OutOfDistribution.of(torch.ones(200, 3)) is None
-    assert OutOfDistribution.of(torch.zeros(200, 3)) is None
+    assert OutOfDistribution.of(torch.ones(200, 3)) is OutOfDistribution.of(torch.zeros(200, 3)) is None
     corners = torch.eye(3)[torch.randint(3, (200,), generator=G().manual_seed(0))]
     ood = estimated(corners)
     d = ood.distance(torch.cat([corners, torch.zeros(1, 3)]))
@@ -118,9 +118,8 @@ def test_constant_and_zero_features_are_no_trouble():
 
 
 def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
-    data = classified()
-    known, new = classified(300, seed=1), classified(300, seed=1)
-    new = Outputs(new.outputs, features=-new.features)
+    data, known = classified(), classified(300, seed=1)
+    new = Outputs(known.outputs, features=-known.features)
     quick = {"variance": "separable", "steps": 20, "num_inducing": 10}
     bayes, plain = (FMGP(None, "classification", ood_strength=n, **quick).fit(data) for n in (0.5, 0.0))
     near, without = bayes.predict(known), plain.predict(known)
@@ -130,8 +129,7 @@ def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
     far = bayes.predict(new)
     assert float(far.entropy().min()) > float(plain.predict(new).entropy().max())
     assert float(far.entropy().min()) > 0.8 * math.log(3)
-    bayes.save(tmp_path / "head")
-    again = FMGP.load(tmp_path / "head")
+    again = reloaded(bayes, tmp_path)
     assert again.config.ood_strength == bayes.config.ood_strength
     assert torch.equal(again.predict(new).probs, far.probs)
 
@@ -150,13 +148,14 @@ def test_wide_features_take_their_directions_from_some_rows():
 
 def test_it_is_for_classes_with_features():
     data = classified()
-    quick = {"steps": 2, "num_inducing": 5}
-    assert FMGP(None, "classification", ood_strength=0.0, **quick).fit(data).head.ood is None
-    reals = Outputs(data.outputs, data.outputs + 1.0, data.features)
-    assert FMGP(None, "regression", ood_strength=0.5, **quick).fit(reals).head.ood is None
-    bare = Outputs(data.outputs, data.targets)
-    assert FMGP(None, "classification", ood_strength=0.5, **quick).fit(bare).head.ood is None
-    bayes = FMGP(None, "classification", ood_strength=0.5, kernel=RBF(on="outputs"), **quick).fit(data)
+    reals, bare = Outputs(data.outputs, data.outputs + 1.0, data.features), Outputs(data.outputs, data.targets)
+    for task, rows, strength in (
+        ("classification", data, 0.0),
+        ("regression", reals, 0.5),
+        ("classification", bare, 0.5),
+    ):
+        assert FMGP(None, task, ood_strength=strength, **QUICK).fit(rows).head.ood is None
+    bayes = FMGP(None, "classification", ood_strength=0.5, kernel=RBF(on="outputs"), **QUICK).fit(data)
     assert bayes.head.ood is not None
     with pytest.raises(DataError, match=r"Expected features of width 6 as in fit, .* got none"):
         bayes.predict(bare)
@@ -165,7 +164,7 @@ def test_it_is_for_classes_with_features():
 def test_the_network_gives_its_features_where_the_ood_variance_needs_them():
     data = classified()
     net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-    bayes = FMGP(net, "classification", kernel=RBF(on="inputs"), ood_strength=0.5, steps=2, num_inducing=5)
+    bayes = FMGP(net, "classification", kernel=RBF(on="inputs"), ood_strength=0.5, **QUICK)
     bayes.fit((data.features, data.targets))
     assert bayes.head.ood is not None
     with torch.no_grad():

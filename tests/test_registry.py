@@ -12,15 +12,12 @@ import pytest
 
 from posthoc.registry import Registry
 
-METHOD = '''
+METHOD = """
 from posthoc.methods.map import MAP
 
-
 class Plain(MAP):
-    """The network as it is, under another name."""
-
     name = "plain"
-'''
+"""
 
 PROGRAM = """
 import sys
@@ -48,16 +45,14 @@ def test_a_method_of_another_package_is_compared_saved_and_loaded(tmp_path: Path
     }.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "head.safetensors")]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "head")], check=True, env=environment)
 
 
 def test_a_class_is_imported_when_it_is_used() -> None:
     registry = Registry("no.such.group", {"fraction": "fractions:Fraction", "missing": "no_such_module:Thing"})
     assert list(registry) == ["fraction", "missing"]
     assert registry["fraction"] is Fraction
-    with pytest.raises(ModuleNotFoundError):
-        registry["missing"]
-    with pytest.raises(KeyError):
-        registry["unknown"]
+    for name, error in (("missing", ModuleNotFoundError), ("unknown", KeyError)):
+        with pytest.raises(error):
+            registry[name]
