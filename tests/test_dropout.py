@@ -65,8 +65,7 @@ def test_samples_are_whole_functions():
 
 
 def test_samples_of_a_regression_have_noise_around_the_functions():
-    draws = drawn(S, N, C)
-    pred = gaussian().predictive_from_draws(draws, covariance=True)
+    pred = gaussian().predictive_from_draws(drawn(S, N, C), covariance=True)
     some = pred.sample(40_000, torch.Generator().manual_seed(1)).numpy()
     np.testing.assert_allclose(some.mean(0), pred.mean, atol=0.1)
     for n in range(N):
@@ -139,8 +138,7 @@ class Recurrent(nn.Module):
         self.body, self.last = nn.GRU(1, 4, num_layers=2, dropout=0.5, batch_first=True), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.body(x[:, :, None])[0][:, -1])
-        return out
+        return self.last(self.body(x[:, :, None])[0][:, -1])
 
 
 @pytest.mark.parametrize("model", [Noisy(2), Attentive(), Recurrent()])

@@ -105,8 +105,7 @@ def test_half_precision_stays_on_disk_and_widens_in_memory(path: Path) -> None:
 def test_bfloat16_is_stored_without_loss_and_the_format_is_known_from_the_content(path: Path) -> None:
     data = Outputs(torch.randn(9, 3).bfloat16())
     save_outputs(data, path)
-    renamed = path.rename(path.with_name("renamed.txt"))
-    assert bits(open_outputs(str(renamed))) == bits(Outputs(data.outputs.float()))
+    assert bits(open_outputs(str(path.rename(path.with_name("renamed.txt"))))) == bits(Outputs(data.outputs.float()))
 
 
 def test_files_of_others_open_and_their_other_arrays_are_left_alone(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ those inside functions may point down only where `LOOKUPS` says so.
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = "posthoc"
 PACKAGE = Path(__file__).parents[1] / "src" / ROOT
@@ -40,24 +40,15 @@ LOOKUPS = {("base", "methods")}
 """What a function may import from below: the registry of methods, to load a head of any of them."""
 
 
-class Import(NamedTuple):
-    """One import of a part of the package."""
-
-    place: str  # file:line
-    user: str  # top-level name of the importing module
-    used: str
-    kind: str  # "module" or "function": when it runs
-
-
-def imports(package: Path) -> Iterator[Import]:
-    """Every import within the package that runs, from one top-level name to another."""
+def imports(package: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Every import that runs, from one top-level name to another: file and line, both names, and when it runs."""
     for path in sorted(package.rglob("*.py")):
         parts = (ROOT, *path.relative_to(package).with_suffix("").parts)
         user = parts[1].replace("__init__", ROOT)
         for node, kind in statements(ast.parse(path.read_text()), "module"):
             for used in targets(node, parts[:-1], package):
                 if used != user:
-                    yield Import(f"{path.relative_to(package)}:{node.lineno}", user, used, kind)
+                    yield f"{path.relative_to(package)}:{node.lineno}", user, used, kind
 
 
 def statements(node: ast.AST, kind: str) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
@@ -88,11 +79,13 @@ def targets(node: ast.Import | ast.ImportFrom, here: tuple[str, ...], package: P
 
 def violations(package: Path) -> list[str]:
     """Imports from below, and pairs of one layer that import each other."""
-    known = [i for i in imports(package) if i.user in RANKS and i.used in RANKS]
-    below = [i for i in known if RANKS[i.used] > RANKS[i.user]]
-    wrong = [i for i in below if i.kind == "module" or (i.user, i.used) not in LOOKUPS]
-    found = [f"{i.place}: {i.user} is above {i.used} and may not import from it" for i in wrong]
-    pairs = {(i.user, i.used) for i in known if i.kind == "module" and RANKS[i.used] == RANKS[i.user]}
+    found, pairs = [], set()
+    for place, user, used, kind in imports(package):
+        down = RANKS.get(used, math.nan) - RANKS.get(user, math.nan)
+        if down > 0 and (kind == "module" or (user, used) not in LOOKUPS):
+            found.append(f"{place}: {user} is above {used} and may not import from it")
+        if down == 0 and kind == "module":
+            pairs.add((user, used))
     return found + [f"{a} and {b} import each other" for a, b in sorted(pairs) if a < b and (b, a) in pairs]
 
 

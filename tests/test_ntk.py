@@ -51,8 +51,7 @@ class Convolutional(nn.Module):
         self.last.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.body(x[:, None, :, None].expand(-1, -1, -1, 3)).flatten(1))
-        return out
+        return self.last(self.body(x[:, None, :, None].expand(-1, -1, -1, 3)).flatten(1))
 
 
 def batch_of(x: Tensor) -> Batch:
@@ -109,8 +108,7 @@ def test_rows_of_many_lengths_and_named_inputs():
             self.table, self.last = nn.Embedding(9, 3), mlp(2)
 
         def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-            out: Tensor = self.last((self.table(tokens) * mask[..., None]).sum(1))
-            return out
+            return self.last((self.table(tokens) * mask[..., None]).sum(1))
 
     module, batches, expected = Summing().eval(), [], []
     for length in (3, 5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +39,10 @@ def estimated(x: torch.Tensor, *, exponent: float = 0.0, strength: float = 0.0) 
     return ood
 
 
+def inside(ood: OutOfDistribution, x: torch.Tensor) -> float:
+    return float((ood.distance(x) <= ood.quantiles[2]).double().mean())
+
+
 def test_distance_is_mahalanobis_of_the_direction():
     x, new = features(), features(50, seed=1)
     ood = estimated(x)
@@ -50,9 +55,9 @@ def test_distance_is_mahalanobis_of_the_direction():
     np.testing.assert_allclose(ood.distance(new), expected, rtol=1e-6)
 
 
-def allowance(share: float) -> float:
-    """For a share of 4,000 rows within a quantile that 2,000 others gave."""
-    return 4 * math.sqrt(share * (1 - share)) * (1 / math.sqrt(4000) + 1 / math.sqrt(2000))
+def about(share: float) -> Any:
+    """That share of 4,000 rows within a quantile that 2,000 others gave."""
+    return pytest.approx(share, abs=4 * math.sqrt(share * (1 - share)) * (1 / math.sqrt(4000) + 1 / math.sqrt(2000)))
 
 
 def test_nothing_is_added_within_the_distance_that_most_points_keep():
@@ -60,7 +65,7 @@ def test_nothing_is_added_within_the_distance_that_most_points_keep():
     d, outputs = ood.distance(new), torch.randn(4000, 3, generator=G().manual_seed(0))
     ahead = outputs.double().max(-1).values - (outputs.double().sort(-1).values[:, :2]).mean(-1)
     more = ood.extra_variance(d, outputs)
-    assert float((more == 0).double().mean()) == pytest.approx(FAR_LEVEL, abs=allowance(FAR_LEVEL))
+    assert float((more == 0).double().mean()) == about(FAR_LEVEL)
     excess = (d / ood.quantiles[2] - 1.0).clamp_min(0)
     torch.testing.assert_close(more, 7.0 * ahead**2 * excess**3)
 
@@ -70,8 +75,8 @@ def test_the_scale_follows_a_power_of_the_distance_from_a_floor_up():
     d = ood.distance(features(4000, seed=2))
     stretch = ood.logit_scale(d).squeeze(-1)
     least = stretch.min()
-    assert float((stretch == least).double().mean()) == pytest.approx(FLOOR_LEVEL, abs=allowance(FLOOR_LEVEL))
-    assert float((stretch < 1).double().mean()) == pytest.approx(0.5, abs=allowance(0.5))
+    assert float((stretch == least).double().mean()) == about(FLOOR_LEVEL)
+    assert float((stretch < 1).double().mean()) == about(0.5)
     above = stretch > least
     torch.testing.assert_close(stretch[above], (d[above] / ood.quantiles[1]) ** 0.3)
     assert torch.equal(ood.logit_scale(torch.zeros(1, dtype=torch.float64)).squeeze(), least)  # not certainty
@@ -103,8 +108,7 @@ def test_fewer_rows_than_dimensions_do_not_make_everything_new():
     g = G().manual_seed(0)
     known, new = torch.randn(200, 1000, generator=g), torch.randn(200, 1000, generator=g)
     ood = estimated(known)
-    inside = float((ood.distance(new) <= ood.quantiles[2]).double().mean())
-    assert inside == pytest.approx(FAR_LEVEL, abs=0.15)
+    assert inside(ood, new) == pytest.approx(FAR_LEVEL, abs=0.15)
     assert OutOfDistribution.of(known[:99]) is None
 
 
@@ -141,8 +145,7 @@ def test_wide_features_take_their_directions_from_some_rows():
     ood = estimated(x[:2500])
     identity = torch.eye(ood.basis.shape[1], dtype=torch.float64)
     torch.testing.assert_close(ood.basis.mT @ ood.basis, identity, rtol=0, atol=1e-8)
-    inside = float((ood.distance(x[2500:]) <= ood.quantiles[2]).double().mean())
-    assert inside == pytest.approx(FAR_LEVEL, abs=0.1)
+    assert inside(ood, x[2500:]) == pytest.approx(FAR_LEVEL, abs=0.1)
     assert float(ood.distance(torch.randn(50, 1500, generator=g)).min()) > 2 * float(ood.quantiles[2])
 
 
@@ -150,7 +153,7 @@ def test_it_is_for_classes_with_features():
     data = classified()
     reals, bare = Outputs(data.outputs, data.outputs + 1.0, data.features), Outputs(data.outputs, data.targets)
     for task, rows, strength in (
-        ("classification", data, 0.0),
+        ("classification", data, 0),
         ("regression", reals, 0.5),
         ("classification", bare, 0.5),
     ):

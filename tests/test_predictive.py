@@ -70,8 +70,7 @@ def test_probabilities_of_classes_their_samples_and_scores():
     pred = classification()
     draws = pred.sample(100_000, seeded())
     assert (draws.shape, draws.dtype) == ((100_000, 6), torch.int64)
-    shares = torch.nn.functional.one_hot(draws, 3).double().mean(0)
-    torch.testing.assert_close(shares, pred.probs, rtol=0, atol=0.01)
+    torch.testing.assert_close(torch.nn.functional.one_hot(draws, 3).double().mean(0), pred.probs, rtol=0, atol=0.01)
     p = (pred.latent.mean / 2).softmax(-1)
     torch.testing.assert_close(pred.probs, p)
     assert torch.equal(pred.labels, p.argmax(-1))
@@ -198,6 +197,5 @@ def test_singular_covariances_are_sampled_without_a_warning():
 def test_predictions_plot_themselves(make):
     pytest.importorskip("matplotlib").use("agg")
     pred = make((6, 1)) if make is regression else make()
-    targets = pred.mean if make is regression else pred.labels
-    for axes in (pred.plot(), pred.plot(targets)):
+    for axes in (pred.plot(), pred.plot(pred.mean if make is regression else pred.labels)):
         assert axes.get_xlabel()

@@ -212,8 +212,7 @@ def test_strange_curves_can_be_drawn(tmp_path):
 def test_intervals_that_miss_the_truth_are_told_from_those_that_hold_it(tmp_path):
     bars = {"target": [0.0, 5.0, 9.0, None], "mean": [0.5, 2.0, 4.0, 1.0], "low": [-1, 1, 3, 0], "high": [1, 3, 9, 2]}
     write(tmp_path, document(task="regression", curves={"error_bars": bars}))
-    orange = re.findall(r'<path [^>]*stroke="var\(--s1\)"[^>]*>', page_of(tmp_path))
-    assert len(orange) == 2  # with the dot's shape
+    assert len(re.findall(r'<path [^>]*stroke="var\(--s1\)"[^>]*>', page_of(tmp_path))) == 2  # with the dot's shape
 
 
 def test_options_are_those_of_the_first_run(tmp_path):

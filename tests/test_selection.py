@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,25 +65,16 @@ def too_sure_in_places(y: torch.Tensor) -> torch.Tensor:
     return (sure[:, None] * torch.nn.functional.one_hot(top, 3)).log_softmax(-1)
 
 
-def right(share: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def right(y: torch.Tensor, share: int = 3) -> torch.Tensor:
     """One row in `share` is wrong, and the confidence says so."""
-
-    def log_p(y: torch.Tensor) -> torch.Tensor:
-        top = torch.where(torch.arange(len(y)) % share > 0, y, (y + 1) % 3)
-        p = torch.full((len(y), 3), 0.5 / share)
-        return p.scatter(-1, top[:, None], 1.0 - 1.0 / share).log()
-
-    return log_p
+    top = torch.where(torch.arange(len(y)) % share > 0, y, (y + 1) % 3)
+    return torch.full((len(y), 3), 0.5 / share).scatter(-1, top[:, None], 1.0 - 1.0 / share).log()
 
 
-def unsteady(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`right(3)`, but too sure of every other row and too unsure of the rest, which no temperature mends."""
-
-    def log_p(y: torch.Tensor) -> torch.Tensor:
-        sureness = 1.0 + size * (-1.0) ** (torch.arange(len(y)) // 3)
-        return (sureness[:, None] * right(3)(y)).log_softmax(-1)
-
-    return log_p
+def unsteady(y: torch.Tensor, size: float) -> torch.Tensor:
+    """As `right`, but too sure of every other row and too unsure of the rest, which no temperature mends."""
+    sureness = 1.0 + size * (-1.0) ** (torch.arange(len(y)) // 3)
+    return (sureness[:, None] * right(y)).log_softmax(-1)
 
 
 def decide(n: int = 900, **log_p: Any) -> Selection:
@@ -100,8 +90,8 @@ def decide(n: int = 900, **log_p: Any) -> Selection:
 @pytest.mark.parametrize(
     ("winner", "log_p"),
     [
-        ("one", {"scaled": lambda y: knowing(y, 0.5), "one": lambda y: knowing(y, 1.0), "ten": right(2)}),
-        ("ten", {"scaled": lambda y: knowing(y, 0.5), "one": right(2), "ten": lambda y: knowing(y, 1.0)}),
+        ("one", {"scaled": lambda y: knowing(y, 0.5), "one": lambda y: knowing(y, 1.0), "ten": lambda y: right(y, 2)}),
+        ("ten", {"scaled": lambda y: knowing(y, 0.5), "one": lambda y: right(y, 2), "ten": lambda y: knowing(y, 1.0)}),
         ("scaled", {"scaled": lambda y: knowing(y, 1.0, seed=1), "one": lambda y: knowing(y, 1.0, seed=2)}),
         ("scaled", {"scaled": lambda y: knowing(y, 1.0), "one": lambda y: knowing(y, 0.5)}),
     ],
@@ -116,7 +106,7 @@ def test_being_better_does_not_buy_being_badly_calibrated(monkeypatch):
     change(monkeypatch, calibration_price=1e6, calibration_slack=-1.0)
     assert decide(scaled=flat, one=too_sure_in_places).form == TEMPERATURE_SCALING
     change(monkeypatch, calibration_price=1e6)  # a badly calibrated candidate does not remove a well calibrated one
-    assert decide(scaled=right(2), one=too_sure_in_places, ten=right(3)).form == TEN
+    assert decide(scaled=lambda y: right(y, 2), one=too_sure_in_places, ten=right).form == TEN
 
 
 def test_too_much_confidence_is_corrected():
@@ -131,12 +121,12 @@ def test_too_much_confidence_is_corrected():
 @pytest.mark.parametrize(
     ("strength", "log_p"),
     [
-        (WITH, {"scaled": right(2), "one": lambda y: {WITHOUT: right(3)(y), WITH: unsteady(0.05)(y)}}),
-        (WITHOUT, {"scaled": right(2), "one": lambda y: {WITHOUT: right(3)(y), WITH: unsteady(0.5)(y)}}),
-        (WITHOUT, {"scaled": right(3)}),
+        (WITH, {"scaled": lambda y: right(y, 2), "one": lambda y: {WITHOUT: right(y), WITH: unsteady(y, 0.05)}}),
+        (WITHOUT, {"scaled": lambda y: right(y, 2), "one": lambda y: {WITHOUT: right(y), WITH: unsteady(y, 0.5)}}),
+        (WITHOUT, {"scaled": right}),
         # Temperature scaling must not lose to itself.
-        (WITHOUT, {"n": 9000, "scaled": lambda y: {WITHOUT: right(3)(y), WITH: unsteady(0.01)(y)}}),
-        (WITH, {"scaled": lambda y: {WITHOUT: unsteady(0.5)(y), WITH: right(3)(y)}}),
+        (WITHOUT, {"n": 9000, "scaled": lambda y: {WITHOUT: right(y), WITH: unsteady(y, 0.01)}}),
+        (WITH, {"scaled": lambda y: {WITHOUT: unsteady(y, 0.5), WITH: right(y)}}),
     ],
 )
 def test_ood_variance_may_cost_known_rows_next_to_nothing(strength, log_p):
@@ -271,7 +261,7 @@ def test_one_class_alone_is_worth_a_warning_and_no_selection(monkeypatch):
 
 
 def test_the_selection_tells_the_gain_over_temperature_scaling():
-    found = decide(scaled=right(3), one=right(9), ten=lambda y: knowing(y, -1.0))
+    found = decide(scaled=right, one=lambda y: right(y, 9), ten=lambda y: knowing(y, -1.0))
     scaled, one, ten = found.candidates
     assert (scaled.form, one.form, ten.form) == (TEMPERATURE_SCALING, ONE, TEN)
     assert (scaled.gain, scaled.standard_error, scaled.rows) == (0.0, 0.0, 900)

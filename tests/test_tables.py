@@ -74,8 +74,7 @@ def test_columns_by_name(path: Path) -> None:
 
 def test_patterns_keep_the_order_of_the_file(path: Path, kind: str, tmp_path: Path) -> None:
     assert open_outputs(path, columns={"outputs": "p_*"}).outputs.tolist() == [[0.25, 0.75], [0.5, 0.5], [0.125, 0.875]]
-    opened = open_outputs(path, columns={"outputs": ["weight", "p_???"]})
-    assert opened.outputs[0].tolist() == [1.5, 0.25, 0.75]
+    assert open_outputs(path, columns={"outputs": ["weight", "p_???"]}).outputs[0].tolist() == [1.5, 0.25, 0.75]
     logits = {f"logit_{i}": [float(i)] for i in (10, 2, 1, 0)}
     path = table(kind, tmp_path, {**logits, "logit_[0]": [7.0]})
     assert open_outputs(path, columns={"outputs": "logit_?*"}).outputs.tolist() == [[10.0, 2.0, 1.0, 0.0, 7.0]]
@@ -135,8 +134,7 @@ def test_tables_are_checked(path: Path, kind: str, tmp_path: Path) -> None:
 
 def test_other_separators_and_long_lists_of_columns(tmp_path: Path) -> None:
     for kind in ("semicolons", "tabs"):
-        path = table(kind, tmp_path, COLUMNS)
-        assert open_outputs(path, columns={"outputs": "p_*"}).outputs.shape == (3, 2)
+        assert open_outputs(table(kind, tmp_path, COLUMNS), columns={"outputs": "p_*"}).outputs.shape == (3, 2)
     with pytest.raises(OptionError, match=r"c39 and 960 more\. Say which"):
         open_outputs(table("CSV", tmp_path, {f"c{i}": [0] for i in range(1000)}))
 

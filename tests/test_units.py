@@ -26,8 +26,7 @@ def classified(n: int = 300, *, temperature: float = 2.0, seed: int = 0) -> Outp
     g = G().manual_seed(seed)
     x = torch.randn(n, 5, generator=g, dtype=torch.float64)
     logits = 3.0 * x @ torch.randn(5, 4, generator=G().manual_seed(9), dtype=torch.float64)
-    y = torch.multinomial((logits / temperature).softmax(-1), 1, generator=g).squeeze(1)
-    return Outputs(logits, y, x)
+    return Outputs(logits, torch.multinomial((logits / temperature).softmax(-1), 1, generator=g).squeeze(1), x)
 
 
 def times(rows: Outputs, factor: float) -> Outputs:
