@@ -153,3 +153,7 @@ def reloaded(method: Any, folder: Path, **options: Any) -> Any:
     """The method after it was saved and loaded."""
     method.save(folder / "head")
     return type(method).load(folder / "head", **options)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from posthoc import FMGP, DataError, OptionError, Outputs, PosthocWarning, Temperature
 from posthoc.collect.augmentation import AREA, Augmented, random_crops
 from posthoc.collect.data_warnings import warn_if_memorized
-
-G = torch.Generator
+from tests.cases import seeded
 
 
 def ramp(n: int = 64, size: int = 16) -> torch.Tensor:
@@ -22,7 +21,7 @@ def ramp(n: int = 64, size: int = 16) -> torch.Tensor:
 
 
 def test_crops_show_a_part_of_each_image_within_it():
-    views = random_crops(ramp(500), G().manual_seed(0))
+    views = random_crops(ramp(500), seeded(0))
     inner = views[:, :, 1:-1, 1:-1]  # the outermost pixels are blends with what is beyond
     steps = torch.stack([inner[:, 0].mT, inner[:, 1]]).diff(dim=-2)
     torch.testing.assert_close(steps, steps[..., :1, :1].expand_as(steps), rtol=1e-3, atol=1e-4)  # straight, even
@@ -84,7 +83,7 @@ class Memory(nn.Module):
 
 
 def test_memorized_data_are_warned_of_and_views_of_them_are_not():
-    g = G().manual_seed(0)
+    g = seeded(0)
     x, y = torch.randn(600, 1, 6, 6, generator=g), torch.randint(2, (600,), generator=g)
     network = Memory(x, y)
     with pytest.warns(PosthocWarning, match='right on 100.0% of them, with a mean loss of 4.5e-05.*augment="crops"'):
@@ -96,7 +95,7 @@ def test_memorized_data_are_warned_of_and_views_of_them_are_not():
 
 
 def test_errors_that_are_much_smaller_than_on_validation_data_are_warned_of():
-    g = G().manual_seed(0)
+    g = seeded(0)
     f, noise = torch.randn(600, generator=g), torch.randn(600, generator=g)
     train, val = Outputs(f, f + 0.1 * noise), Outputs(f, f + noise)
     with pytest.warns(PosthocWarning, match=r"mean error is 0\.\d+ here and (1|0\.9)"):

@@ -18,24 +18,24 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-import typer
 from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
 from posthoc import FMGP, MAP, DataError, Ensemble, OptionError, Outputs, PosthocError, Temperature, save_outputs
 from posthoc.base import Job
+from posthoc.cli import app
 from posthoc.cli import compare as command
 from posthoc.evaluate.compare import Comparison, Row, compare, task_of
 from posthoc.evaluate.evaluate import evaluate
 from posthoc.evaluate.report.summary import Estimate
 from posthoc.evaluate.report.tables import COLUMNS, Column, digits, places_of
 from posthoc.methods import REGISTRY
-from tests.cases import QUICK, Noisy, inputs, labels, mlp, recorded, same, values
+from tests.cases import QUICK, Noisy, inputs, labels, mlp, recorded, same, seeded, values
 
 
 def classified(n: int = 200, scale: float = 3.0, seed: int = 0) -> Outputs:
     """Logits that are `scale` times too sure."""
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     logits = torch.randn(n, 4, generator=g, dtype=torch.float64)
     return Outputs(scale * logits, torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1))
 
@@ -190,17 +190,15 @@ def test_data_that_cannot_be_compared_on_are_refused():
 
 def test_the_task_is_known_from_targets_and_outputs():
     two, one, integers = torch.zeros(5, 2), torch.zeros(5), torch.zeros(5, dtype=torch.long)
-
-    def task(outputs: torch.Tensor, targets: torch.Tensor | None) -> str:
-        return task_of(None, Outputs(outputs, targets))
-
-    assert task(two, integers) == task(two, integers[:, None]) == "classification"
-    assert task(two, two) == task(one, one) == task(one[:, None], one) == "regression"
+    for targets in (integers, integers[:, None]):
+        assert task_of(None, Outputs(two, targets)) == "classification"
+    for outputs in (two, one, one[:, None]):
+        assert task_of(None, Outputs(outputs, outputs.squeeze())) == "regression"
     for outputs, targets in ((one, integers), (two, two.long())):
         with pytest.raises(OptionError, match="Give task="):
-            task(outputs, targets)
+            task_of(None, Outputs(outputs, targets))
     with pytest.raises(DataError, match="Expected targets"):
-        task(two, None)
+        task_of(None, Outputs(two))
 
 
 @pytest.mark.parametrize(
@@ -223,12 +221,10 @@ def test_best_and_second_best(best, values, places):
 
 
 def test_tables_for_the_screen_for_a_page_and_for_a_program():
-    rows = {
-        "map": {"nll": 0.28151, "accuracy": 0.9262, "fit_seconds": 0.004, "peak_memory": 2e6, "aurc": 1 / 3},
-        "fmgp": {"nll": 0.2212, "accuracy": 0.9262, "fit_seconds": 123.4, "peak_memory": 1.5e9},
-    }
-    made = Row("map", rows["map"], {"nll": 0.00121}), Row("fmgp", rows["fmgp"]), Row("gp", error="no")
-    found = Comparison("classification", made)
+    bare = {"nll": 0.28151, "accuracy": 0.9262, "fit_seconds": 0.004, "peak_memory": 2e6, "aurc": 1 / 3}
+    ours = {"nll": 0.2212, "accuracy": 0.9262, "fit_seconds": 123.4, "peak_memory": 1.5e9}
+    rows = Row("map", bare, {"nll": 0.00121}), Row("fmgp", ours), Row("gp", error="no")
+    found = Comparison("classification", rows)
     assert found.markdown() == (
         "| method | NLL ↓ | accuracy ↑ | fit, s ↓ | memory, MB ↓ |\n"
         "|---|---:|---:|---:|---:|\n"
@@ -236,10 +232,10 @@ def test_tables_for_the_screen_for_a_page_and_for_a_program():
         "| fmgp | **0.2212** | 0.9262 | *123* | *1,500* |\n"
         "\n- gp (failed): no\n"
     )
-    bare, ours = csv.DictReader(found.csv().splitlines())
-    assert float(bare["aurc"]) == 1 / 3
+    first, second = csv.DictReader(found.csv().splitlines())
+    assert float(first["aurc"]) == 1 / 3
     expected = {"method": "fmgp", "nll": "0.2212", "nll_se": "", "accuracy": "0.9262", "fit_seconds": "123.4"}
-    assert ours == expected | {"peak_memory": "1500000000.0", "aurc": ""}
+    assert second == expected | {"peak_memory": "1500000000.0", "aurc": ""}
     assert all(words in str(found) for words in ("0.2212¹", "0.2815²", "¹ best, ² second best"))
     assert "OOD" not in str(found)  # there is no such figure
     assert repr(found) == "Comparison(classification; map, fmgp; 1 without figures)"
@@ -258,13 +254,9 @@ def test_every_figure_has_a_column_and_most_an_error():
     assert {"coverage_90", "width_90"} <= {column.figure for column in found.columns}
 
 
-app = typer.Typer(pretty_exceptions_enable=False)
-app.command()(command.compare)
-
-
 def posthoc(line: str, code: int = 0) -> str:
     """What the command prints for a line of arguments."""
-    result = CliRunner().invoke(app, line.split())
+    result = CliRunner().invoke(app, ["compare", *line.split()])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == code, result.output

@@ -12,6 +12,7 @@ from posthoc.fmgp.process import correction
 from posthoc.kernels import gram
 from posthoc.likelihoods.gaussian import gaussian_energy
 from tests import oracles
+from tests.cases import seeded
 
 DOUBLE = torch.float64
 EXACT = {"rtol": 0, "atol": 1e-6}
@@ -19,7 +20,7 @@ NOISE = 0.09
 
 
 def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, dtype=DOUBLE, generator=seeded(seed))
 
 
 def covariances(x, z, t, kernel=None):
@@ -122,8 +123,8 @@ def test_a_constant_shared_variance_is_temperature_scaling():
 
 
 def test_a_fitted_shared_constant_finds_the_best_temperature():
-    logits, g = 3 * normal(2000, 4), torch.Generator().manual_seed(1)
-    labels = torch.multinomial((logits / 2.0).softmax(-1), 1, generator=g).squeeze(1)
+    logits = 3 * normal(2000, 4)
+    labels = torch.multinomial((logits / 2.0).softmax(-1), 1, generator=seeded(1)).squeeze(1)
     outputs = Outputs(logits, labels)
     options = {"num_inducing": 2, "batch_size": 2000, "steps": 400, "lr": 0.05}
     bayes = FMGP(None, "classification", kernel=Constant(), variance="shared", **options).fit(outputs)

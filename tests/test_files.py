@@ -330,12 +330,10 @@ def test_folder_larger_than_the_memory_opens_at_once(tmp_path: Path) -> None:
     del array
     Manifest(rows, True, {}, {"outputs": np.dtype((np.float32, (width,)))}).write(folder)
 
-    def pages() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1])
-
-    before = pages()
+    statm = Path("/proc/self/statm")
+    before = int(statm.read_text().split()[1])
     opened, last = open_outputs(folder), open_outputs(f"{folder}[{rows - 1}:]")
-    assert (pages() - before) * os.sysconf("SC_PAGE_SIZE") < 2**24
+    assert (int(statm.read_text().split()[1]) - before) * os.sysconf("SC_PAGE_SIZE") < 2**24
     assert opened.outputs.shape == (rows, width)
     assert torch.equal(last.outputs, torch.arange(256.0)[None])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +20,7 @@ from tests.cases import Noisy, inputs, mlp, recorded, reloaded
 from tests.linearized import case
 from tests.linearized import jacobian as jacobian_of
 
-METHODS: dict[str, Any] = {
-    "ella": partial(ELLA, num_inducing=50),
-    "valla": partial(VaLLA, num_inducing=6, steps=20, batch_size=16),
-}
+METHODS = {"ella": partial(ELLA, num_inducing=50), "valla": partial(VaLLA, num_inducing=6, steps=20, batch_size=16)}
 
 
 class Stubborn(nn.Module):
@@ -73,8 +69,7 @@ def test_jacobians_are_those_of_loops(module, monkeypatch):
     directions = torch.randn(11, jacobian.size, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(ntk, "ROWS", 4)
     with torch.no_grad():
-        pushed = jacobian.push(batch, directions)
-    torch.testing.assert_close(pushed, expected @ directions.mT, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(jacobian.push(batch, directions), expected @ directions.mT, rtol=1e-4, atol=1e-5)
 
 
 def test_a_network_is_differentiated_inside_inference_mode():

@@ -11,22 +11,21 @@ import torch
 
 from posthoc import FMGP, RBF, DataError, OptionError, Outputs
 from posthoc.fmgp.ood import FAR_LEVEL, FLOOR_LEVEL, OutOfDistribution, top_margin
-from tests.cases import reloaded
+from tests.cases import reloaded, seeded
 
-G = torch.Generator
 QUICK = {"steps": 2, "num_inducing": 5}
 
 
 def features(n: int = 4000, d: int = 6, seed: int = 0) -> torch.Tensor:
     """Directions around one of their own, of many lengths."""
-    g = G().manual_seed(seed)
-    mixing = torch.randn(d, d, generator=G().manual_seed(9), dtype=torch.float64)
+    g = seeded(seed)
+    mixing = torch.randn(d, d, generator=seeded(9), dtype=torch.float64)
     x = 3.0 + torch.randn(n, d, generator=g, dtype=torch.float64) @ mixing * 0.3
     return x * (0.5 + torch.rand(n, 1, generator=g, dtype=torch.float64))
 
 
 def classified(n: int = 400, seed: int = 0) -> Outputs:
-    g = G().manual_seed(seed)
+    g = seeded(seed)
     logits = 3.0 * torch.randn(n, 3, generator=g)
     y = torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1)
     return Outputs(logits, y, features(n, seed=seed).float())
@@ -46,7 +45,7 @@ def inside(ood: OutOfDistribution, x: torch.Tensor) -> float:
 def test_distance_is_mahalanobis_of_the_direction():
     x, new = features(), features(50, seed=1)
     ood = estimated(x)
-    order = torch.randperm(len(x), generator=G().manual_seed(0))[::2]
+    order = torch.randperm(len(x), generator=seeded(0))[::2]
     half = (x / x.norm(dim=1, keepdim=True))[order].numpy()
     away = (new / new.norm(dim=1, keepdim=True)).numpy() - half.mean(0)
     # Lengths are gone, so one direction is nearly constant: what is compared must not divide by it.
@@ -62,7 +61,7 @@ def about(share: float) -> Any:
 
 def test_nothing_is_added_within_the_distance_that_most_points_keep():
     ood, new = estimated(features(), strength=7.0), features(4000, seed=2)
-    d, outputs = ood.distance(new), torch.randn(4000, 3, generator=G().manual_seed(0))
+    d, outputs = ood.distance(new), torch.randn(4000, 3, generator=seeded(0))
     ahead = outputs.double().max(-1).values - (outputs.double().sort(-1).values[:, :2]).mean(-1)
     more = ood.extra_variance(d, outputs)
     assert float((more == 0).double().mean()) == about(FAR_LEVEL)
@@ -105,7 +104,7 @@ def test_length_does_not_matter_and_direction_does():
 
 
 def test_fewer_rows_than_dimensions_do_not_make_everything_new():
-    g = G().manual_seed(0)
+    g = seeded(0)
     known, new = torch.randn(200, 1000, generator=g), torch.randn(200, 1000, generator=g)
     ood = estimated(known)
     assert inside(ood, new) == pytest.approx(FAR_LEVEL, abs=0.15)
@@ -114,7 +113,7 @@ def test_fewer_rows_than_dimensions_do_not_make_everything_new():
 
 def test_constant_and_zero_features_are_no_trouble():
     assert OutOfDistribution.of(torch.ones(200, 3)) is OutOfDistribution.of(torch.zeros(200, 3)) is None
-    corners = torch.eye(3)[torch.randint(3, (200,), generator=G().manual_seed(0))]
+    corners = torch.eye(3)[torch.randint(3, (200,), generator=seeded(0))]
     ood = estimated(corners)
     d = ood.distance(torch.cat([corners, torch.zeros(1, 3)]))
     assert bool(ood.extra_variance(d, torch.rand(201, 4)).isfinite().all())
@@ -139,7 +138,7 @@ def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
 
 
 def test_wide_features_take_their_directions_from_some_rows():
-    g = G().manual_seed(0)
+    g = seeded(0)
     x = torch.randn(3000, 20, generator=g) @ torch.randn(20, 1500, generator=g)
     x += 0.1 * torch.randn(3000, 1500, generator=g)
     ood = estimated(x[:2500])

@@ -12,13 +12,9 @@ from posthoc.predictive.base import LatentGaussian, require_finite_prediction
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.regression import RegressionPredictive
 from posthoc.training.loop import History
-from tests.cases import answers, same
+from tests.cases import answers, same, seeded
 
 DOUBLE = torch.float64
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def regression(shape=(6, 2), dtype=DOUBLE, covariance=False):

@@ -10,20 +10,19 @@ import torch
 from posthoc.likelihoods.recalibration import NONE, Recalibration
 from posthoc.predictive.base import LatentGaussian
 from posthoc.predictive.classification import ClassificationPredictive
-
-G = torch.Generator
+from tests.cases import seeded
 
 
 def drawn(true: torch.Tensor, seed: int = 7) -> torch.Tensor:
-    return torch.multinomial(true.softmax(-1), 1, generator=G().manual_seed(seed)).squeeze(1)
+    return torch.multinomial(true.softmax(-1), 1, generator=seeded(seed)).squeeze(1)
 
 
 def logits(n: int = 20_000, classes: int = 4) -> torch.Tensor:
-    return 2.0 * torch.randn(n, classes, generator=G().manual_seed(0), dtype=torch.float64)
+    return 2.0 * torch.randn(n, classes, generator=seeded(0), dtype=torch.float64)
 
 
 def predictive(log_p: torch.Tensor) -> ClassificationPredictive:
-    variance = torch.rand(log_p.shape, generator=G().manual_seed(1), dtype=log_p.dtype)
+    variance = torch.rand(log_p.shape, generator=seeded(1), dtype=log_p.dtype)
     latent = LatentGaussian(3.0 * log_p, variance, torch.diag_embed(variance), independent=False)
     return ClassificationPredictive(latent, log_p, torch.tensor(1.5, dtype=log_p.dtype))
 

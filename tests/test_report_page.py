@@ -10,10 +10,9 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from posthoc.cli.report import report as command
+from posthoc.cli import app
 from posthoc.errors import FileError
 from posthoc.evaluate.report.page import render, write_report
 from posthoc.evaluate.report.summary import read_results
@@ -34,6 +33,7 @@ class Tree(HTMLParser):
         self.feed(page)
         self.close()
         assert self.open == []
+        self.text = " ".join(self.words)
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
@@ -47,10 +47,6 @@ class Tree(HTMLParser):
 
     def all(self, tag, **wanted):
         return [attrs for name, attrs in self.elements if name == tag and wanted.items() <= attrs.items()]
-
-    @property
-    def text(self):
-        return " ".join(self.words)
 
 
 def page_of(folder):
@@ -229,9 +225,7 @@ def test_options_are_those_of_the_first_run(tmp_path):
 
 
 def run(*arguments):
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(command)
-    return CliRunner().invoke(app, list(map(str, arguments)))
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
 def test_the_command_writes_the_page_and_says_what_is_wrong(tmp_path):

@@ -17,9 +17,8 @@ from posthoc.fmgp.build import shortened
 from posthoc.fmgp.selection import SELECTION, TEMPERATURE_SCALING, HeldOut, Selection, VarianceForm, candidates, compare
 from posthoc.likelihoods.recalibration import NONE, Recalibration
 from posthoc.training import Training
-from tests.cases import reloaded
+from tests.cases import reloaded, seeded
 
-G = torch.Generator
 QUICK: dict[str, Any] = {"steps": 60, "lr": 0.02, "num_inducing": 20}
 ONE, TEN = VarianceForm("separable", prior=1.0), VarianceForm("separable", prior=10.0)
 NAMED = {"scaled": TEMPERATURE_SCALING, "one": ONE, "ten": TEN}
@@ -28,7 +27,7 @@ WITHOUT, WITH = 0.0, SELECTION.ood_strength
 
 def data(n: int = 1200, *, wrong: bool = False, classes: int = 3, seed: int = 0) -> Outputs:
     """Logits that are right on average, or that mean nothing in one half of the features' space."""
-    g = G().manual_seed(seed)
+    g = seeded(seed)
     logits = 2.0 * torch.randn(n, classes, generator=g)
     features = torch.randn(n, 2, generator=g)
     y = torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1)
@@ -54,7 +53,7 @@ class Trials(list[tuple[VarianceForm, Job, Outputs]]):
 
 def knowing(y: torch.Tensor, sureness: float, *, off: float = 1.0, seed: int = 0) -> torch.Tensor:
     """Favors the true class, more or less: the greater the sureness, the better."""
-    scores = torch.randn(len(y), 3, generator=G().manual_seed(seed)) * off
+    scores = torch.randn(len(y), 3, generator=seeded(seed)) * off
     return (scores + sureness * torch.nn.functional.one_hot(y, 3)).log_softmax(-1)
 
 
@@ -146,7 +145,7 @@ def test_confidence_is_corrected_for_the_ood_strength_that_is_taken():
 def test_confidence_is_corrected_anew_or_as_before_whichever_is_better():
     bends = set()
     for seed in range(12):
-        g = G().manual_seed(seed)
+        g = seeded(seed)
         log_p = (2.0 * torch.randn(600, 4, generator=g, dtype=torch.float64)).log_softmax(-1)
         y = torch.multinomial(Recalibration(1.0, 0.3).log_probs(log_p).exp(), 1, generator=g).squeeze(1)
         plain = Selection(ONE, "", Recalibration(1.0, 0.4))
@@ -281,7 +280,7 @@ def test_the_selection_tells_the_gain_over_temperature_scaling():
 def test_the_selection_is_shown_saved_and_loaded(task, tmp_path):
     train = data(400, wrong=True)
     if task == "regression":
-        train = train.with_targets(train.outputs + torch.randn(400, 3, generator=G().manual_seed(1)))
+        train = train.with_targets(train.outputs + torch.randn(400, 3, generator=seeded(1)))
     bayes = FMGP(None, task, **QUICK)
     with pytest.raises(NotFittedError):
         _ = bayes.selection_

@@ -75,8 +75,7 @@ def test_columns_by_name(path: Path) -> None:
 def test_patterns_keep_the_order_of_the_file(path: Path, kind: str, tmp_path: Path) -> None:
     assert open_outputs(path, columns={"outputs": "p_*"}).outputs.tolist() == [[0.25, 0.75], [0.5, 0.5], [0.125, 0.875]]
     assert open_outputs(path, columns={"outputs": ["weight", "p_???"]}).outputs[0].tolist() == [1.5, 0.25, 0.75]
-    logits = {f"logit_{i}": [float(i)] for i in (10, 2, 1, 0)}
-    path = table(kind, tmp_path, {**logits, "logit_[0]": [7.0]})
+    path = table(kind, tmp_path, {**{f"logit_{i}": [float(i)] for i in (10, 2, 1, 0)}, "logit_[0]": [7.0]})
     assert open_outputs(path, columns={"outputs": "logit_?*"}).outputs.tolist() == [[10.0, 2.0, 1.0, 0.0, 7.0]]
     assert open_outputs(path, columns={"outputs": "logit_[0]"}).outputs.tolist() == [7.0]  # a real name, no pattern
 
@@ -170,7 +169,11 @@ NO_NUMBERS = ("1_000", "٣", "1,5", "0x10", "1e", "")
         ("outputs,targets\n" + "1.0,2\n" * 2000 + "\udce9,3\n", FileError, "Expected a CSV table in UTF-8"),
         ("outputs,targets\n0.5,1\n1.0,inf\n", DataError, "Expected finite targets, got inf in row 1"),
         *(
-            (f"outputs;targets\n1.5;2\n.5;{no}\n", DataError, f"column 'targets', got '{no}' in row 1")
+            (
+                f"outputs;targets\n1.5;2\n.5;{no}\n",
+                DataError,
+                f"Expected numbers in column 'targets', got '{no}' in row 1",
+            )
             for no in NO_NUMBERS
         ),
     ],
@@ -216,12 +219,9 @@ def test_parquet_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     save_outputs(some(), tmp_path / "data.parquet")
     for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
         monkeypatch.setitem(sys.modules, name, None)
-    for call in (
-        lambda: open_outputs(tmp_path / "data.parquet"),
-        lambda: save_outputs(some(), tmp_path / "new.parquet"),
-    ):
+    for call, name in ((open_outputs, "data.parquet"), (partial(save_outputs, some()), "new.parquet")):
         with pytest.raises(MissingExtraError, match=r"pip install 'posthoc\[tables\]'"):
-            call()
+            call(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["data.parquet"]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posthoc import Outputs, PosthocWarning, Temperature
 from posthoc.methods.vector import Vector
-from tests.cases import reloaded
+from tests.cases import reloaded, seeded
 
 C = 4
 SCALE = torch.tensor([0.4, 1.0, 1.6, 0.7], dtype=torch.float64)
@@ -22,7 +22,7 @@ BIAS = torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64)
 
 def classified(n: int, *, scale: Tensor = SCALE, bias: Tensor = BIAS, seed: int = 0) -> Outputs:
     """Labels drawn from softmax(a∘f + b), where f has mean 0 over the classes."""
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     f = 2.0 * torch.randn(n, C, generator=g, dtype=torch.float64)
     f -= f.mean(-1, keepdim=True)
     return Outputs(f, torch.multinomial((scale * f + bias).softmax(-1), 1, generator=g).squeeze(1))
