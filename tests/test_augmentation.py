@@ -44,8 +44,7 @@ def test_views_are_the_same_for_the_same_seed_and_new_in_every_pass():
 def test_batches_of_every_kind_keep_all_but_their_images():
     flip = lambda images: images.flip(-1)  # noqa: E731
     x, y = ramp(6), torch.arange(6)
-    loader = DataLoader(TensorDataset(x, y), batch_size=4)
-    images, labels = map(torch.cat, zip(*Augmented(loader, flip), strict=True))
+    images, labels = map(torch.cat, zip(*Augmented(DataLoader(TensorDataset(x, y), batch_size=4), flip), strict=True))
     named = next(iter(Augmented({"pixel_values": x.numpy(), "labels": y}, flip)))
     ((pair, paired),) = Augmented([({"pixel_values": x}, y)], flip)
     (bare,) = Augmented(x, flip)

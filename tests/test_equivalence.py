@@ -25,10 +25,9 @@ def normal(*shape, seed=0):
 
 def covariances(x, z, t, kernel=None):
     kernel = kernel or RBF(lengthscale=0.8, amplitude=1.4)
-    points = [{"inputs": p} for p in (x, z, t)]
-    kernel.initialize(points[0], "inputs")
+    x, z, t = ({"inputs": p} for p in (x, z, t))
+    kernel.initialize(x, "inputs")
     with torch.no_grad():
-        x, z, t = points
         return gram(kernel, x), gram(kernel, z), kernel(z, x), kernel(t, z), kernel.diag(t)
 
 

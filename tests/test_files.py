@@ -160,25 +160,19 @@ def test_file_whose_name_ends_like_a_range_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [".npz", ".safetensors", ".parquet"])
-@pytest.mark.parametrize("keep", [5, 100, 0.5, -1])
-def test_truncated_file_is_refused(form: str, keep: float, tmp_path: Path) -> None:
-    path = tmp_path / f"data{form}"
-    save_outputs(some(), path)
-    data = path.read_bytes()
-    path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
-    with pytest.raises(FileError, match=r"Expected a.*found"):
-        open_outputs(path)
-
-
-@pytest.mark.parametrize("form", [".npz", ".parquet"])
-def test_changed_numbers_are_noticed(form: str, tmp_path: Path) -> None:
+def test_truncated_file_and_changed_numbers_are_refused(form: str, tmp_path: Path) -> None:
     path = tmp_path / f"data{form}"
     save_outputs(some(200), path)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(FileError, match=r"Expected a.*found that .* cannot be read"):
-        open_outputs(path)
+    data = path.read_bytes()
+    middle = len(data) // 2
+    damaged = [data[:5], data[:100], data[:middle], data[:-1]]
+    if form != ".safetensors":  # which has no checksum
+        damaged.append(bytes([*data[:middle], data[middle] ^ 1, *data[middle + 1 :]]))
+    for content in damaged:
+        path.write_bytes(content)
+        message = r"found that .* cannot be read" if len(content) == len(data) else "found"
+        with pytest.raises(FileError, match=f"Expected a.*{message}"):
+            open_outputs(path)
 
 
 @pytest.mark.parametrize(

@@ -226,28 +226,23 @@ def test_a_network_that_is_wrong_in_places_gets_a_variance(classes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "rows", "sentence"),
     [
-        ({"variance": "shared"}, "shared variance: as requested"),
-        ({"variance": "per_output"}, "per_output variance: as requested"),
-        ({"variance": "separable"}, "separable variance (prior 3): as requested"),
-        ({"likelihood": Categorical(temperature=1.0)}, "per_output variance: the default for this likelihood"),
+        ({"variance": "shared"}, 1200, "shared variance: as requested"),
+        ({"variance": "per_output"}, 1200, "per_output variance: as requested"),
+        ({"variance": "separable"}, 1200, "separable variance (prior 3): as requested"),
+        ({"likelihood": Categorical(temperature=1.0)}, 1200, "per_output variance: the default for this likelihood"),
+        ({}, SELECTION.min_rows - 1, "shared variance: 199 rows are too few to compare forms"),
     ],
 )
-def test_what_was_requested_is_not_selected(options, sentence):
-    bayes = FMGP(None, **{"likelihood": "classification", **options}, **QUICK).fit(data())
+def test_what_was_requested_and_what_suits_few_rows_is_not_selected(options, rows, sentence):
+    bayes = FMGP(None, **{"likelihood": "classification", **options}, **QUICK).fit(data(rows))
     process = bayes.head.process
     assert str(bayes.selection_) == sentence
     assert ((process.coupling is None), process.separable) == ("shared" in sentence, "separable" in sentence)
     assert bayes.selection_.recalibration == NONE
     if "likelihood" in options:
         assert float(bayes.likelihood.temperature.detach()) == 1.0
-
-
-def test_few_rows_are_not_compared():
-    found = FMGP(None, "classification", **QUICK).fit(data(SELECTION.min_rows - 1))
-    assert found.head.process.coupling is None  # one variance for all classes
-    assert str(found.selection_) == "shared variance: 199 rows are too few to compare forms"
 
 
 def test_one_class_alone_is_worth_a_warning_and_no_selection(monkeypatch):
