@@ -41,7 +41,7 @@ def own_nothing_in_common(tensors: Iterable[Tensor]) -> bool:
     return len(set(used)) == len(used)
 
 
-def test_values_are_kept_and_live_in_one_vector_for_each_dtype() -> None:
+def test_parameters_live_in_one_vector_for_each_dtype_until_they_are_released() -> None:
     ps = parameters()
     flat = FlatAdam(ps)
     assert len(flat.parameters) == len(ps)
@@ -51,8 +51,16 @@ def test_values_are_kept_and_live_in_one_vector_for_each_dtype() -> None:
         assert torch.equal(p, value)
         assert p.numel() == 0 or not own_nothing_in_common([p, *flat.values])
     for vector in flat.values:
-        vector.fill_(2.5)
-    assert all(bool((p == 2.5).all()) for p in ps)
+        vector.add_(1.0)
+    expected = [p.detach() + 1.0 for p in parameters()]
+    assert all(torch.equal(p, value) for p, value in zip(ps, expected, strict=True))
+    flat.release()
+    assert own_nothing_in_common([*ps, *flat.values])
+    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in ps)
+    assert all(p.grad is None and p.requires_grad and p.is_leaf for p in ps)
+    for vector in flat.values:
+        vector.zero_()
+    assert all(torch.equal(p, value) for p, value in zip(ps, expected, strict=True))
 
 
 def test_parameters_that_are_fixed_are_left_alone() -> None:
@@ -65,18 +73,6 @@ def test_parameters_that_are_fixed_are_left_alone() -> None:
     flat.release()
     assert ps[0].data_ptr() == place
     assert not FlatAdam([ps[0]]).parameters
-
-
-def test_release_gives_every_parameter_memory_of_its_own() -> None:
-    ps = parameters()
-    flat = FlatAdam(ps)
-    flat.release()
-    assert own_nothing_in_common([*ps, *flat.values])
-    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in ps)
-    assert all(p.grad is None and p.requires_grad and p.is_leaf for p in ps)
-    for vector in flat.values:
-        vector.zero_()
-    assert all(torch.equal(p, value) for p, value in zip(ps, parameters(), strict=True))
 
 
 STEPS = 40

@@ -16,7 +16,6 @@ from pyarrow import parquet
 from posthoc import FMGP, DataError, FileError, MissingExtraError, OptionError, Outputs
 from posthoc.cli import main
 from posthoc.collect import open_outputs, save_outputs
-from posthoc.collect.outputs import NAMES
 from posthoc.evaluate.evaluate import evaluate
 from tests.cases import reloaded
 from tests.test_cli import run_main
@@ -57,15 +56,14 @@ def table(kind: str, folder: Path, columns: dict[str, list[Any]]) -> Path:
     return path
 
 
-def parts(opened: Outputs) -> list[tuple[torch.dtype, list[Any]] | None]:
+def parts(opened: Outputs) -> dict[str, tuple[torch.dtype, list[Any]]]:
     """The dtypes and values of outputs, targets, features and inputs."""
-    present = opened.parts()
-    return [(present[name].dtype, present[name].tolist()) if name in present else None for name in NAMES]
+    return {name: (part.dtype, part.tolist()) for name, part in opened.parts().items()}
 
 
 def test_columns_by_name(path: Path) -> None:
     names = {"outputs": ["p_cat", "p_dog"], "targets": "label", "features": ["age", "weight"], "inputs": "a.b"}
-    outputs, targets, features, inputs = parts(open_outputs(path, columns=names))
+    outputs, targets, features, inputs = parts(open_outputs(path, columns=names)).values()
     assert outputs == (torch.float64, [[0.75, 0.25], [0.5, 0.5], [0.875, 0.125]])
     assert targets == (torch.int64, [1, 0, 1])
     assert features == (torch.float64, [[3, 1.5], [4, 2.5], [5, 3.5]])
@@ -82,15 +80,15 @@ def test_patterns_keep_the_order_of_the_file(path: Path, kind: str, tmp_path: Pa
 
 def test_one_name_is_a_vector_and_a_list_of_one_a_matrix(path: Path) -> None:
     assert open_outputs(path, columns={"outputs": "weight", "targets": "age"}).outputs.shape == (3,)
-    outputs, targets, *_ = parts(open_outputs(path, columns={"outputs": ["weight"], "targets": ["p_cat"]}))
-    assert outputs == (torch.float64, [[1.5], [2.5], [3.5]])
-    assert targets == (torch.float64, [[0.75], [0.5], [0.875]])
+    columns = parts(open_outputs(path, columns={"outputs": ["weight"], "targets": ["p_cat"]}))
+    assert columns["outputs"] == (torch.float64, [[1.5], [2.5], [3.5]])
+    assert columns["targets"] == (torch.float64, [[0.75], [0.5], [0.875]])
     assert open_outputs(path, columns={"outputs": "weigh*"}).outputs.shape == (3, 1)
 
 
 def test_columns_with_our_names_need_not_be_named(kind: str, tmp_path: Path) -> None:
     path = table(kind, tmp_path, {"other": ["x", "y"], "targets": [0.5, 1.0], "outputs": [1.5, 2.5]})
-    assert parts(open_outputs(path)) == [(torch.float64, [1.5, 2.5]), (torch.float64, [0.5, 1.0]), None, None]
+    assert parts(open_outputs(path)) == {"outputs": (torch.float64, [1.5, 2.5]), "targets": (torch.float64, [0.5, 1.0])}
     numbered = {f"outputs_{i}": [float(i)] for i in (0, 10, 9, 2, 1, 3, 4, 5, 6, 7, 8)}
     opened = open_outputs(table(kind, tmp_path, {**numbered, "outputs_x": [5.0], "targets": [3]}))
     assert opened.outputs.tolist() == [[float(i) for i in range(11)]]
@@ -98,8 +96,8 @@ def test_columns_with_our_names_need_not_be_named(kind: str, tmp_path: Path) -> 
 
 def test_whole_numbers_are_classes_only_among_the_targets(path: Path) -> None:
     found = parts(open_outputs(path, columns={"outputs": "age", "targets": "sure", "features": ["label"]}))
-    features = (torch.float64, [[1.0], [0.0], [1.0]])
-    assert found == [(torch.float64, [3.0, 4.0, 5.0]), (torch.int64, [1, 0, 1]), features, None]
+    expected = {"outputs": (torch.float64, [3.0, 4.0, 5.0]), "targets": (torch.int64, [1, 0, 1])}
+    assert found == {**expected, "features": (torch.float64, [[1.0], [0.0], [1.0]])}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +140,7 @@ def test_csv_as_spreadsheets_write_it(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_bytes('\ufeff"outputs","targets", note \r\n"1.5",0,"a, b\nc"\r\n\r\n-2e3, 1 ,\r\n'.encode())
     found = parts(open_outputs(path, columns={"outputs": "outputs", "targets": "targets"}))
-    assert found == [(torch.float64, [1.5, -2000.0]), (torch.int64, [0, 1]), None, None]
+    assert found == {"outputs": (torch.float64, [1.5, -2000.0]), "targets": (torch.int64, [0, 1])}
     with pytest.raises(OptionError, match=", note\\."):
         open_outputs(path, columns={"outputs": "notes"})
 
@@ -151,7 +149,7 @@ def test_csv_as_spreadsheets_write_it(tmp_path: Path) -> None:
 def test_csv_targets_are_classes_if_all_are_whole(last: str, dtype: torch.dtype, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f"outputs,targets\n0.5,1\n\n\n1.0,{last}\n")
     found = parts(open_outputs(tmp_path / "t.csv"))
-    assert found == [(torch.float64, [0.5, 1.0]), (dtype, [1, float(last)]), None, None]
+    assert found == {"outputs": (torch.float64, [0.5, 1.0]), "targets": (dtype, [1, float(last)])}
 
 
 NO_NUMBERS = ("1_000", "٣", "1,5", "0x10", "1e", "")
@@ -193,7 +191,7 @@ def test_parquet_of_other_tools(tmp_path: Path) -> None:
     }
     parquet.write_table(pa.table(columns), path, row_group_size=2)
     opened = open_outputs(path, columns={"outputs": "logits", "targets": "label", "features": ["price", "logits"]})
-    outputs, targets, features, _ = parts(opened)
+    outputs, targets, features = parts(opened).values()
     assert outputs == (torch.float32, [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     assert targets == (torch.int64, [0, 1, 0])
     assert features == (torch.float64, [[1.0, 1.0, 2.0], [2.0, 3.0, 4.0], [3.0, 5.0, 6.0]])
