@@ -31,7 +31,7 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {  # outputs, likelihood, op
     "regression, 3 outputs": (3, "regression", {}),
     "regression, noise per output": (3, Gaussian(noise="per_output"), {}),
     "regression, shared variance": (3, "regression", {"variance": "shared", "kl": "once"}),
-    "regression, alpha 0": (1, "regression", {"alpha": 0.0, "standardize": False, "seed": 3, "lr": 0.02}),
+    "regression, alpha 0": (1, "regression", {"alpha": 0.0, "standardize": False, "seed": 3, "lr": 0.03}),
     "regression, a layer": (1, "regression", {"layer": "0"}),
     "regression, own points": (1, "regression", {"inducing": values(4, 6)}),
     "classification": (3, "classification", {}),
