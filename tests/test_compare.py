@@ -389,7 +389,7 @@ def test_bad_input_is_told_before_the_work(folder: Path, arguments: str, message
 
 def test_files_serve_as_data_and_force_replaces_results(folder: Path) -> None:
     found = compare(None, "train.npz[:40]", folder / "test.npz", "map")
-    hits = TEST.outputs.argmax(-1) == TEST.targets
+    hits = torch.eq(TEST.outputs.argmax(-1), TEST.targets)
     assert found["map"].figures["accuracy"] == pytest.approx(float(hits.double().mean()))
     line = "train.npz --test test.npz -o r --methods map"
     posthoc(line)
