@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,62 +11,56 @@ from torch import Tensor, nn
 
 from posthoc.training import Training, train
 from posthoc.training.adam import BETA1, BETA2, EPS, FlatAdam
+from tests.cases import seeded
 from tests.test_training import Nothing, fitted
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that CUDA knows")
 
-SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
-    ((3, 4), torch.float64),
-    ((5,), torch.float32),
-    ((), torch.float64),
-    ((2, 1, 3), torch.float32),
-    ((0, 4), torch.float64),
-    ((7,), torch.float64),
-]
+DOUBLE, SINGLE = torch.float64, torch.float32
+SHAPES = [((3, 4), DOUBLE), ((5,), SINGLE), ((), DOUBLE), ((2, 1, 3), SINGLE), ((0, 4), DOUBLE), ((7,), DOUBLE)]
 
 
-def parameters(seed: int = 0) -> list[nn.Parameter]:
-    g = torch.Generator().manual_seed(seed)
+def parameters() -> list[nn.Parameter]:
+    g = seeded()
     return [nn.Parameter(torch.randn(shape, dtype=dtype, generator=g)) for shape, dtype in SHAPES]
 
 
 def gradients(seed: int) -> list[Tensor]:
     """Of very different sizes, and some of them zero."""
-    g = torch.Generator().manual_seed(seed)
-    found = []
-    for shape, dtype in SHAPES:
+    g = seeded(seed)
+
+    def gradient(shape: tuple[int, ...]) -> Tensor:
         size = 10.0 ** torch.randint(-12, 6, shape, generator=g).double()
-        there = torch.rand(shape, generator=g) > 0.2
-        found.append((size * there * torch.randn(shape, generator=g)).to(dtype))
-    return found
+        return size * (torch.rand(shape, generator=g) > 0.2) * torch.randn(shape, generator=g)
 
-
-def storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return [gradient(shape).to(dtype) for shape, dtype in SHAPES]
 
 
 def own_nothing_in_common(tensors: Iterable[Tensor]) -> bool:
-    used = [storage(tensor) for tensor in tensors if tensor.numel()]
+    used = [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()]
     return len(set(used)) == len(used)
 
 
-# One vector.
-
-
-def test_values_are_kept_and_live_in_one_vector_for_each_dtype() -> None:
+def test_parameters_live_in_one_vector_for_each_dtype_until_they_are_released() -> None:
     ps = parameters()
-    before = [p.detach().clone() for p in ps]
     flat = FlatAdam(ps)
     assert len(flat.parameters) == len(ps)
-    assert {v.dtype: v.numel() for v in flat.values} == {torch.float32: 11, torch.float64: 20}
-    assert len(flat.values) == 2
-    for p, value in zip(ps, before, strict=True):
+    assert [(v.dtype, v.numel()) for v in sorted(flat.values, key=len)] == [(SINGLE, 11), (DOUBLE, 20)]
+    for p, value in zip(ps, parameters(), strict=True):
         assert p.dtype == value.dtype
         assert torch.equal(p, value)
-        assert p.numel() == 0 or storage(p) in [storage(v) for v in flat.values]
+        assert p.numel() == 0 or not own_nothing_in_common([p, *flat.values])
     for vector in flat.values:
-        vector.fill_(2.5)
-    assert all(bool((p == 2.5).all()) for p in ps)
+        vector.add_(1.0)
+    expected = [p.detach() + 1.0 for p in parameters()]
+    assert all(torch.equal(p, value) for p, value in zip(ps, expected, strict=True))
+    flat.release()
+    assert own_nothing_in_common([*ps, *flat.values])
+    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in ps)
+    assert all(p.grad is None and p.requires_grad and p.is_leaf for p in ps)
+    for vector in flat.values:
+        vector.zero_()
+    assert all(torch.equal(p, value) for p, value in zip(ps, expected, strict=True))
 
 
 def test_parameters_that_are_fixed_are_left_alone() -> None:
@@ -81,34 +75,8 @@ def test_parameters_that_are_fixed_are_left_alone() -> None:
     assert not FlatAdam([ps[0]]).parameters
 
 
-def test_release_gives_every_parameter_memory_of_its_own() -> None:
-    ps = parameters()
-    flat = FlatAdam(ps)
-    expected = [p.detach().clone() for p in ps]
-    flat.release()
-    assert own_nothing_in_common([*ps, *flat.values])
-    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in ps)
-    assert all(p.grad is None and p.requires_grad and p.is_leaf for p in ps)
-    for vector in flat.values:
-        vector.zero_()
-    assert all(torch.equal(p, value) for p, value in zip(ps, expected, strict=True))
-
-
-# Adam.
-
-
 STEPS = 40
 LRS = [Training(steps=STEPS, lr=0.05).lr_at(step) for step in range(STEPS)]
-
-
-def moved_by_torch(ps: list[nn.Parameter], grads: Callable[[int], list[Tensor]]) -> list[Tensor]:
-    adam = torch.optim.Adam(ps, betas=(BETA1, BETA2), eps=EPS, fused=True)
-    for step, lr in enumerate(LRS):
-        for p, grad in zip(ps, grads(step), strict=True):
-            p.grad = grad
-        adam.param_groups[0]["lr"] = lr
-        adam.step()
-    return [p.detach() for p in ps]
 
 
 def moved(flat: FlatAdam, steps: Iterable[int]) -> list[Tensor]:
@@ -129,7 +97,11 @@ def test_steps_are_those_of_torch_to_the_bit(dtype: torch.dtype) -> None:
         return torch.cat([t.detach().reshape(-1) for t in tensors if t.dtype == dtype])
 
     found = joined(moved(FlatAdam(parameters()), range(STEPS)))
-    (expected,) = moved_by_torch([nn.Parameter(joined(parameters()))], lambda step: [joined(gradients(step))])
+    expected = nn.Parameter(joined(parameters()))
+    adam = torch.optim.Adam([expected], betas=(BETA1, BETA2), eps=EPS, fused=True)
+    for step, lr in enumerate(LRS):
+        expected.grad, adam.param_groups[0]["lr"] = joined(gradients(step)), lr
+        adam.step()
     assert torch.equal(found, expected)
     assert not torch.equal(found, joined(parameters()))
 
@@ -139,7 +111,7 @@ def test_a_learning_rate_on_the_device_gives_the_same_bits(device: str) -> None:
     """Where it is a float32, as `lr_at` gives it."""
 
     def run(make: Callable[[float], float | Tensor]) -> Tensor:
-        p = nn.Parameter(torch.randn(37, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device))
+        p = nn.Parameter(torch.randn(37, dtype=torch.float64, generator=seeded(0)).to(device))
         flat = FlatAdam([p])
         for lr in LRS:
             flat.clear()
@@ -150,32 +122,21 @@ def test_a_learning_rate_on_the_device_gives_the_same_bits(device: str) -> None:
     assert torch.equal(run(lambda lr: lr), run(lambda lr: torch.tensor(lr, device=device)))
 
 
-# Going back.
-
-
 def test_a_snapshot_brings_back_values_moments_and_counts() -> None:
     flat = FlatAdam(parameters())
     moved(flat, range(5))
     snapshot = flat.snapshot()
     first = moved(flat, range(5, 10))
     flat.restore(snapshot)
-    again = moved(flat, range(5, 10))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, moved(flat, range(5, 10)), strict=True))
     assert own_nothing_in_common([*snapshot, *flat.state])
-
-
-# In the loop.
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])
 def test_parameters_are_released_whatever_happens(failure: type[BaseException]) -> None:
     ps = parameters()
-
-    def objective(batch: Any) -> Tensor:
-        raise failure
-
     with pytest.raises(failure):
-        train(objective, ps, Nothing(), Training(steps=5))
+        train(Mock(side_effect=failure), ps, Nothing(), Training(steps=5))
     assert own_nothing_in_common(ps)
     assert all(p.grad is None for p in ps)
 

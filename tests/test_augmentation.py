@@ -11,26 +11,21 @@ from torch.utils.data import DataLoader, TensorDataset
 from posthoc import FMGP, DataError, OptionError, Outputs, PosthocWarning, Temperature
 from posthoc.collect.augmentation import AREA, Augmented, random_crops
 from posthoc.collect.data_warnings import warn_if_memorized
-
-G = torch.Generator
+from tests.cases import seeded
 
 
 def ramp(n: int = 64, size: int = 16) -> torch.Tensor:
     """Images whose two channels say where a pixel is: across and down, from -1 to 1 at the centres of the pixels."""
     at = (2.0 * torch.arange(size) + 1.0) / size - 1.0
-    across, down = at.expand(size, size), at[:, None].expand(size, size)
-    return torch.stack([across, down]).expand(n, 2, size, size).clone()
+    return torch.stack(torch.meshgrid(at, at, indexing="xy")).expand(n, 2, size, size).clone()
 
 
 def test_crops_show_a_part_of_each_image_within_it():
-    views = random_crops(ramp(500), G().manual_seed(0))
+    views = random_crops(ramp(500), seeded(0))
     inner = views[:, :, 1:-1, 1:-1]  # the outermost pixels are blends with what is beyond
-    steps = [inner[:, 0].diff(dim=-1), inner[:, 1].diff(dim=-2)]
-    scales = []
-    for step in steps:
-        torch.testing.assert_close(step, step[:, :1, :1].expand_as(step), rtol=1e-3, atol=1e-4)  # straight, even
-        scales.append(step[:, 0, 0] / (2.0 / 16))
-    area = scales[0] * scales[1]
+    steps = torch.stack([inner[:, 0].mT, inner[:, 1]]).diff(dim=-2)
+    torch.testing.assert_close(steps, steps[..., :1, :1].expand_as(steps), rtol=1e-3, atol=1e-4)  # straight, even
+    area = (steps[..., 0, 0] / (2.0 / 16)).prod(0)
     assert float(area.min()) >= AREA[0] - 0.11  # a side that is cut at the whole image takes area away
     assert float(area.max()) <= 1.0 + 1e-4
     assert float(area.std()) > 0.05
@@ -39,25 +34,22 @@ def test_crops_show_a_part_of_each_image_within_it():
 
 
 def test_views_are_the_same_for_the_same_seed_and_new_in_every_pass():
-    data = Augmented((ramp(), torch.zeros(64)), "crops", size=50)
+    data, again = (Augmented((ramp(), torch.zeros(64)), "crops", size=50) for _ in range(2))
     first, second = ([x for x, _ in data] for _ in range(2))
     assert [len(x) for x in first] == [50, 14]
     assert not torch.equal(first[0], second[0])
-    assert torch.equal(next(iter(Augmented((ramp(), torch.zeros(64)), "crops", size=50)))[0], first[0])
+    assert torch.equal(next(iter(again))[0], first[0])
 
 
 def test_batches_of_every_kind_keep_all_but_their_images():
     flip = lambda images: images.flip(-1)  # noqa: E731
     x, y = ramp(6), torch.arange(6)
-    loader = DataLoader(TensorDataset(x, y), batch_size=4)
-    images, labels = map(torch.cat, zip(*Augmented(loader, flip), strict=True))
+    images, labels = map(torch.cat, zip(*Augmented(DataLoader(TensorDataset(x, y), batch_size=4), flip), strict=True))
     named = next(iter(Augmented({"pixel_values": x.numpy(), "labels": y}, flip)))
-    for found, targets in ((images, labels), (named["pixel_values"], named["labels"])):
-        assert torch.equal(found, x.flip(-1))
-        assert torch.equal(targets, y)
-    pair = next(iter(Augmented([({"pixel_values": x}, y)], flip)))
-    assert torch.equal(pair[0]["pixel_values"], x.flip(-1))
-    assert torch.equal(next(iter(Augmented(x, flip))), x.flip(-1))
+    ((pair, paired),) = Augmented([({"pixel_values": x}, y)], flip)
+    (bare,) = Augmented(x, flip)
+    assert all(torch.equal(x.flip(-1), found) for found in (images, named["pixel_values"], pair["pixel_values"], bare))
+    assert all(torch.equal(y, targets) for targets in (labels, named["labels"], paired))
 
 
 def test_what_is_no_image_and_bad_requests_are_refused():
@@ -81,23 +73,18 @@ class Memory(nn.Module):
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         super().__init__()
-        self.images, self.labels = images.flatten(1), labels
-        self.last = nn.Linear(2, 2)
+        self.images, self.labels, self.last = images.flatten(1), labels, nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        distance, nearest = torch.cdist(x.flatten(1), self.images).min(1)
+        nearest = torch.cdist(x.flatten(1), self.images).argmin(1)
         sure = nn.functional.one_hot(self.labels[nearest], 2) * 2.0 - 1.0
-        return 5.0 * sure + 0.0 * self.last(sure) + 0.0 * distance[:, None]
-
-
-def remembered(n: int = 600) -> tuple[Memory, torch.Tensor, torch.Tensor]:
-    g = G().manual_seed(0)
-    x, y = torch.randn(n, 1, 6, 6, generator=g), torch.randint(2, (n,), generator=g)
-    return Memory(x, y), x, y
+        return 5.0 * sure + 0.0 * self.last(sure)
 
 
 def test_memorized_data_are_warned_of_and_views_of_them_are_not():
-    network, x, y = remembered()
+    g = seeded(0)
+    x, y = torch.randn(600, 1, 6, 6, generator=g), torch.randint(2, (600,), generator=g)
+    network = Memory(x, y)
     with pytest.warns(PosthocWarning, match='right on 100.0% of them, with a mean loss of 4.5e-05.*augment="crops"'):
         seen = FMGP(network, "classification", steps=5, num_inducing=5).fit((x, y))
     views = FMGP(network, "classification", steps=5, num_inducing=5).fit((x, y), augment="crops")
@@ -107,7 +94,7 @@ def test_memorized_data_are_warned_of_and_views_of_them_are_not():
 
 
 def test_errors_that_are_much_smaller_than_on_validation_data_are_warned_of():
-    g = G().manual_seed(0)
+    g = seeded(0)
     f, noise = torch.randn(600, generator=g), torch.randn(600, generator=g)
     train, val = Outputs(f, f + 0.1 * noise), Outputs(f, f + noise)
     with pytest.warns(PosthocWarning, match=r"mean error is 0\.\d+ here and (1|0\.9)"):

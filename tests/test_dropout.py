@@ -31,8 +31,7 @@ def gaussian() -> Gaussian:
 
 @pytest.mark.parametrize("task", ["classification", "regression"])
 def test_moments_are_those_of_the_draws(task):
-    draws = drawn(S, N, C)
-    classes = task == "classification"
+    draws, classes = drawn(S, N, C), task == "classification"
     likelihood = Categorical(1.0) if classes else gaussian()
     pred = likelihood.predictive_from_draws(draws, covariance=True)
     noise = np.zeros(C) if classes else 0.5 * np.array([2.0, 4.0, 6.0]) ** 2
@@ -66,8 +65,7 @@ def test_samples_are_whole_functions():
 
 
 def test_samples_of_a_regression_have_noise_around_the_functions():
-    draws = drawn(S, N, C)
-    pred = gaussian().predictive_from_draws(draws, covariance=True)
+    pred = gaussian().predictive_from_draws(drawn(S, N, C), covariance=True)
     some = pred.sample(40_000, torch.Generator().manual_seed(1)).numpy()
     np.testing.assert_allclose(some.mean(0), pred.mean, atol=0.1)
     for n in range(N):
@@ -83,8 +81,7 @@ def test_rows_batches_and_devices(likelihood):
     parts = [likelihood.predictive_from_draws(draws[:, rows], covariance=True) for rows in (slice(0, 2), slice(2, N))]
     joined = type(whole).cat(parts)
     assert same(answers(joined), answers(whole))
-    samples = (pred.sample(3, torch.Generator().manual_seed(0)) for pred in (joined, whole))
-    assert torch.equal(*samples)
+    assert torch.equal(*(pred.sample(3, torch.Generator().manual_seed(0)) for pred in (joined, whole)))
     assert torch.equal(whole[3].latent.draws, draws[:, 3][None])
     assert torch.equal(whole[3].latent.covariance, whole.latent.covariance[3:4])
     moved = whole.to("meta").latent
@@ -94,8 +91,7 @@ def test_rows_batches_and_devices(likelihood):
 def test_half_precision_is_worked_out_in_more():
     draws = (1000.0 + drawn(S, N, C)).to(torch.float16)
     pred = Categorical(1.0).predictive_from_draws(draws)
-    found = (pred.latent.mean, pred.latent.variance, pred.log_probs, pred.latent.draws)
-    assert {tensor.dtype for tensor in found} == {torch.float32}
+    assert {answers(pred)[name].dtype for name in ("mean", "variance", "log_probs", "draws")} == {torch.float32}
     np.testing.assert_allclose(pred.latent.variance, draws.double().numpy().var(0), rtol=1e-5)
 
 
@@ -128,11 +124,11 @@ def test_a_fit_finds_what_dropout_does_not_explain(form):
 
 def test_mean_and_variance_are_those_of_dropout():
     """One linear layer on inputs of which each is dropped with probability p: known in closed form."""
-    p, model = 0.3, nn.Sequential(nn.Dropout(0.3), nn.Linear(WIDTH, 1))
-    x, w = inputs(20), model[1].weight.detach()
+    p, x = 0.3, inputs(20)
+    model = nn.Sequential(nn.Dropout(p), nn.Linear(WIDTH, 1))
     pred = Dropout(model, "regression", samples=4000).fit((x, values(20))).predict(x)
     torch.testing.assert_close(pred.mean, in_eval(model, x), rtol=0, atol=0.06)
-    expected = (x * w).square().sum(-1, keepdim=True) * p / (1 - p)
+    expected = (x * model[1].weight.detach()).square().sum(-1, keepdim=True) * p / (1 - p)
     torch.testing.assert_close(pred.latent_variance, expected, rtol=0.1, atol=1e-3)
 
 
@@ -142,8 +138,7 @@ class Recurrent(nn.Module):
         self.body, self.last = nn.GRU(1, 4, num_layers=2, dropout=0.5, batch_first=True), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.body(x[:, :, None])[0][:, -1])
-        return out
+        return self.last(self.body(x[:, :, None])[0][:, -1])
 
 
 @pytest.mark.parametrize("model", [Noisy(2), Attentive(), Recurrent()])

@@ -1,7 +1,5 @@
 """Methods that must coincide do: FMGP at special parameters is an exact GP, SVGP, Laplace, temperature scaling."""
 
-from __future__ import annotations
-
 import math
 
 import gpytorch
@@ -14,41 +12,35 @@ from posthoc.fmgp.process import correction
 from posthoc.kernels import gram
 from posthoc.likelihoods.gaussian import gaussian_energy
 from tests import oracles
+from tests.cases import seeded
 
 DOUBLE = torch.float64
 EXACT = {"rtol": 0, "atol": 1e-6}
 NOISE = 0.09
 
 
-def data(n=30, d=2, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, d, dtype=DOUBLE, generator=g)
-    return x, torch.randn(n, dtype=DOUBLE, generator=g)
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=DOUBLE, generator=seeded(seed))
 
 
 def covariances(x, z, t, kernel=None):
     kernel = kernel or RBF(lengthscale=0.8, amplitude=1.4)
-    points = [{"inputs": p} for p in (x, z, t)]
-    kernel.initialize(points[0], "inputs")
+    x, z, t = ({"inputs": p} for p in (x, z, t))
+    kernel.initialize(x, "inputs")
     with torch.no_grad():
-        x, z, t = points
         return gram(kernel, x), gram(kernel, z), kernel(z, x), kernel(t, z), kernel.diag(t)
 
 
 def test_inducing_points_at_the_data_give_the_exact_gp():
-    x, _ = data()
-    t, _ = data(n=10, seed=1)
+    x, t = normal(30, 2), normal(10, 2, seed=1)
     kxx, _, _, ktx, k_diag = covariances(x, x, t)
-    chol = torch.eye(len(x), dtype=DOUBLE) / math.sqrt(NOISE)
-    variance = marginal_variance(k_diag, ktx, correction(chol, kxx).w)
+    variance = marginal_variance(k_diag, ktx, correction(torch.eye(30, dtype=DOUBLE) / math.sqrt(NOISE), kxx).w)
     torch.testing.assert_close(variance, oracles.exact_gp_variance(k_diag, ktx, kxx, NOISE), **EXACT)
 
 
 def test_last_layer_linear_kernel_is_linearised_laplace():
     """Regression with a full Gauss-Newton matrix and a bias: Σ = (ΨᵀΨ/σ² + δI)⁻¹ over features with a 1."""
-    psi, _ = data(n=20, d=3)
-    t, _ = data(n=10, d=3, seed=1)
-    precision = 2.5
+    psi, t, precision = normal(20, 3), normal(10, 3, seed=1), 2.5
     kernel = Linear(variance=1 / precision) + Constant(variance=1 / precision)
     kxx, _, _, ktx, k_diag = covariances(psi, psi, t, kernel)
     variance = marginal_variance(k_diag, ktx, correction(torch.eye(20, dtype=DOUBLE) / math.sqrt(NOISE), kxx).w)
@@ -65,24 +57,21 @@ def optimal_factor(kzz, kzx):
 
 def test_the_optimum_at_zero_alpha_is_svgp():
     """Titsias's closed form, which is also where the ELBO's gradient vanishes."""
-    x, y = data()
-    z, _ = data(n=6, seed=1)
-    t, _ = data(n=10, seed=2)
+    x, z, t, y = normal(30, 2), normal(6, 2, seed=1), normal(10, 2, seed=2), normal(30, 1, seed=3)
     kxx, kzz, kzx, ktz, k_diag = covariances(x, z, t)
     chol = optimal_factor(kzz, kzx).requires_grad_()
-    variance = marginal_variance(k_diag, ktz, correction(chol, kzz).w)
-    torch.testing.assert_close(variance.detach(), oracles.titsias_variance(k_diag, ktz, kzz, kzx, NOISE), **EXACT)
     c = correction(chol, kzz)
+    variance = marginal_variance(k_diag, ktz, c.w).detach()
+    torch.testing.assert_close(variance, oracles.titsias_variance(k_diag, ktz, kzz, kzx, NOISE), **EXACT)
     v = marginal_variance(kxx.diagonal(), kzx.mT, c.w)
-    elbo = gaussian_energy(y[:, None], v[:, None], torch.tensor(NOISE, dtype=DOUBLE), 0.0).sum() - c.kl
+    elbo = gaussian_energy(y, v[:, None], torch.tensor(NOISE, dtype=DOUBLE), 0.0).sum() - c.kl
     elbo.backward()
     torch.testing.assert_close(chol.grad, torch.zeros_like(chol), **EXACT)
 
 
 class SVGP(gpytorch.models.ApproximateGP):
     def __init__(self, z, covariance):
-        m = len(z)
-        distribution = gpytorch.variational.CholeskyVariationalDistribution(m)
+        distribution = gpytorch.variational.CholeskyVariationalDistribution(len(z))
         strategy = gpytorch.variational.UnwhitenedVariationalStrategy(self, z, distribution, False)
         super().__init__(strategy)
         self.mean_module = gpytorch.means.ZeroMean()
@@ -98,17 +87,13 @@ class SVGP(gpytorch.models.ApproximateGP):
 
 
 def test_variance_is_gpytorchs_svgp_and_kl_that_of_its_gaussians():
-    x, _ = data()
-    z, _ = data(n=6, seed=1)
-    t, _ = data(n=10, seed=2)
-    _, kzz, kzx, ktz, k_diag = covariances(x, z, t)
-    chol = optimal_factor(kzz, kzx)
-    c = correction(chol, kzz)
+    z, t = normal(6, 2, seed=1), normal(10, 2, seed=2)
+    _, kzz, kzx, ktz, k_diag = covariances(normal(30, 2), z, t)
+    c = correction(optimal_factor(kzz, kzx), kzz)
     posterior = kzz - kzz @ c.w.mT @ c.w @ kzz  # q(u)'s covariance
-    theirs = SVGP(z, posterior).eval()
     jitter = gpytorch.settings.variational_cholesky_jitter(double_value=0.0)
     with torch.no_grad(), jitter, gpytorch.settings.cholesky_jitter(double_value=0.0):
-        expected = theirs(t).variance
+        expected = SVGP(z, posterior).eval()(t).variance
     torch.testing.assert_close(marginal_variance(k_diag, ktz, c.w), expected, **EXACT)
     # GPyTorch's own KL adds a jitter of 1e-3 to its prior; torch's is between the Gaussians as they are.
     normals = [torch.distributions.MultivariateNormal(torch.zeros(6, dtype=DOUBLE), k) for k in (posterior, kzz)]
@@ -117,34 +102,28 @@ def test_variance_is_gpytorchs_svgp_and_kl_that_of_its_gaussians():
 
 @pytest.mark.parametrize("alpha", [1e-6, 1e-9])
 def test_small_alpha_tends_to_the_elbo(alpha):
-    x, y = data()
+    x, y, noise = normal(30, 2), normal(30, 1, seed=3), torch.tensor(NOISE, dtype=DOUBLE)
     kxx, kzz, kzx, _, _ = covariances(x, x[:5], x)
     v = marginal_variance(kxx.diagonal(), kzx.mT, correction(torch.eye(5, dtype=DOUBLE), kzz).w)[:, None]
-    noise = torch.tensor(NOISE, dtype=DOUBLE)
-    elbo = (-0.5 * (math.log(2 * math.pi * NOISE) + (y[:, None] ** 2 + v) / NOISE)).sum()
-    torch.testing.assert_close(gaussian_energy(y[:, None], v, noise, 0.0).sum(), elbo, **EXACT)
+    elbo = (-0.5 * (math.log(2 * math.pi * NOISE) + (y**2 + v) / NOISE)).sum()
+    torch.testing.assert_close(gaussian_energy(y, v, noise, 0.0).sum(), elbo, **EXACT)
     # the difference to the limit is of order α
-    difference = gaussian_energy(y[:, None], v, noise, alpha).sum() - elbo
-    assert abs(float(difference)) < 1e5 * alpha
+    assert abs(float(gaussian_energy(y, v, noise, alpha).sum() - elbo)) < 1e5 * alpha
 
 
 def test_a_constant_shared_variance_is_temperature_scaling():
     """The whole estimator: with a constant kernel and L = 0, probs are softmax(logits / √(τ² + πv/8))."""
-    g = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(40, 4, dtype=DOUBLE, generator=g)
-    outputs = Outputs(logits, torch.randint(4, (40,), generator=g))
-    kernel = Constant(variance=1.9)
-    bayes = FMGP(None, Categorical(temperature=0.7), kernel=kernel, variance="shared", num_inducing=3, steps=0)
-    bayes.fit(outputs)
+    logits = 3 * normal(40, 4)
+    outputs, options = Outputs(logits, torch.arange(40) % 4), {"variance": "shared", "num_inducing": 3, "steps": 0}
+    bayes = FMGP(None, Categorical(temperature=0.7), kernel=Constant(variance=1.9), **options).fit(outputs)
     bayes.head.process.l_raw.data.zero_()
     expected = (logits / math.sqrt(0.7**2 + math.pi * 1.9 / 8)).softmax(-1)
     torch.testing.assert_close(bayes.predict(outputs).probs, expected, **EXACT)
 
 
 def test_a_fitted_shared_constant_finds_the_best_temperature():
-    g = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(2000, 4, dtype=DOUBLE, generator=g)
-    labels = torch.multinomial((logits / 2.0).softmax(-1), 1, generator=g).squeeze(1)
+    logits = 3 * normal(2000, 4)
+    labels = torch.multinomial((logits / 2.0).softmax(-1), 1, generator=seeded(1)).squeeze(1)
     outputs = Outputs(logits, labels)
     options = {"num_inducing": 2, "batch_size": 2000, "steps": 400, "lr": 0.05}
     bayes = FMGP(None, "classification", kernel=Constant(), variance="shared", **options).fit(outputs)

@@ -7,12 +7,12 @@ those inside functions may point down only where `LOOKUPS` says so.
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-PACKAGE = Path(__file__).parents[1] / "src" / "posthoc"
 ROOT = "posthoc"
+PACKAGE = Path(__file__).parents[1] / "src" / ROOT
 
 LAYERS = (
     "errors",
@@ -40,25 +40,15 @@ LOOKUPS = {("base", "methods")}
 """What a function may import from below: the registry of methods, to load a head of any of them."""
 
 
-class Import(NamedTuple):
-    """One import of a part of the package."""
-
-    place: str  # file:line
-    user: str  # top-level name of the importing module
-    used: str
-    kind: str  # "module" or "function": when it runs
-
-
-def imports(package: Path) -> Iterator[Import]:
-    """Every import within the package that runs, from one top-level name to another."""
+def imports(package: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Every import that runs, from one top-level name to another: file and line, both names, and when it runs."""
     for path in sorted(package.rglob("*.py")):
         parts = (ROOT, *path.relative_to(package).with_suffix("").parts)
-        module = parts[:-1] if parts[-1] == "__init__" else parts
-        user = module[1] if len(module) > 1 else ROOT
+        user = parts[1].replace("__init__", ROOT)
         for node, kind in statements(ast.parse(path.read_text()), "module"):
             for used in targets(node, parts[:-1], package):
                 if used != user:
-                    yield Import(f"{path.relative_to(package)}:{node.lineno}", user, used, kind)
+                    yield f"{path.relative_to(package)}:{node.lineno}", user, used, kind
 
 
 def statements(node: ast.AST, kind: str) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
@@ -76,28 +66,26 @@ def statements(node: ast.AST, kind: str) -> Iterator[tuple[ast.Import | ast.Impo
 
 def targets(node: ast.Import | ast.ImportFrom, here: tuple[str, ...], package: Path) -> Iterator[str]:
     """The top-level names that a statement imports from; `posthoc` for what `posthoc/__init__.py` defines."""
-    if isinstance(node, ast.Import):
-        modules = [alias.name.split(".") for alias in node.names]
-    else:
-        start = list(here[: len(here) - node.level + 1]) if node.level else []
-        source = start + (node.module.split(".") if node.module else [])
-        modules = [[*source, alias.name] for alias in node.names]
-    for module in modules:
-        if module[0] == ROOT:
-            name = module[1] if len(module) > 1 else ROOT
-            is_part = (package / name).is_dir() or (package / f"{name}.py").exists()
-            yield name if is_part else ROOT
+    source = ""
+    if isinstance(node, ast.ImportFrom):
+        start = here[: len(here) - node.level + 1] if node.level else ()
+        source = ".".join([*start, node.module or ""]).strip(".") + "."
+    for alias in node.names:
+        top, *names = f"{source}{alias.name}".split(".")
+        if top == ROOT:
+            is_part = names and ((package / names[0]).is_dir() or (package / f"{names[0]}.py").exists())
+            yield names[0] if is_part else ROOT
 
 
 def violations(package: Path) -> list[str]:
     """Imports from below, and pairs of one layer that import each other."""
-    known = [i for i in imports(package) if i.user in RANKS and i.used in RANKS]
-    found = [
-        f"{i.place}: {i.user} is above {i.used} and may not import from it"
-        for i in known
-        if RANKS[i.used] > RANKS[i.user] and not (i.kind == "function" and (i.user, i.used) in LOOKUPS)
-    ]
-    pairs = {(i.user, i.used) for i in known if i.kind == "module" and RANKS[i.used] == RANKS[i.user]}
+    found, pairs = [], set()
+    for place, user, used, kind in imports(package):
+        down = RANKS.get(used, math.nan) - RANKS.get(user, math.nan)
+        if down > 0 and (kind == "module" or (user, used) not in LOOKUPS):
+            found.append(f"{place}: {user} is above {used} and may not import from it")
+        if down == 0 and kind == "module":
+            pairs.add((user, used))
     return found + [f"{a} and {b} import each other" for a, b in sorted(pairs) if a < b and (b, a) in pairs]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,36 +11,41 @@ import torch
 
 from posthoc import FMGP, RBF, DataError, OptionError, Outputs
 from posthoc.fmgp.ood import FAR_LEVEL, FLOOR_LEVEL, OutOfDistribution, top_margin
+from tests.cases import reloaded, seeded
 
-G = torch.Generator
+QUICK = {"steps": 2, "num_inducing": 5}
 
 
 def features(n: int = 4000, d: int = 6, seed: int = 0) -> torch.Tensor:
     """Directions around one of their own, of many lengths."""
-    g = G().manual_seed(seed)
-    mixing = torch.randn(d, d, generator=G().manual_seed(9), dtype=torch.float64)
+    g = seeded(seed)
+    mixing = torch.randn(d, d, generator=seeded(9), dtype=torch.float64)
     x = 3.0 + torch.randn(n, d, generator=g, dtype=torch.float64) @ mixing * 0.3
     return x * (0.5 + torch.rand(n, 1, generator=g, dtype=torch.float64))
 
 
 def classified(n: int = 400, seed: int = 0) -> Outputs:
-    g = G().manual_seed(seed)
+    g = seeded(seed)
     logits = 3.0 * torch.randn(n, 3, generator=g)
     y = torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1)
     return Outputs(logits, y, features(n, seed=seed).float())
 
 
-def estimated(x: torch.Tensor, **attributes: float) -> OutOfDistribution:
+def estimated(x: torch.Tensor, *, exponent: float = 0.0, strength: float = 0.0) -> OutOfDistribution:
     ood = OutOfDistribution.of(x)
     assert ood is not None
-    ood.exponent, ood.strength = attributes.get("exponent", 0.0), torch.tensor(attributes.get("strength", 0.0)).double()
+    ood.exponent, ood.strength = exponent, torch.tensor(strength).double()
     return ood
+
+
+def inside(ood: OutOfDistribution, x: torch.Tensor) -> float:
+    return float((ood.distance(x) <= ood.quantiles[2]).double().mean())
 
 
 def test_distance_is_mahalanobis_of_the_direction():
     x, new = features(), features(50, seed=1)
     ood = estimated(x)
-    order = torch.randperm(len(x), generator=G().manual_seed(0))[::2]
+    order = torch.randperm(len(x), generator=seeded(0))[::2]
     half = (x / x.norm(dim=1, keepdim=True))[order].numpy()
     away = (new / new.norm(dim=1, keepdim=True)).numpy() - half.mean(0)
     # Lengths are gone, so one direction is nearly constant: what is compared must not divide by it.
@@ -48,17 +54,17 @@ def test_distance_is_mahalanobis_of_the_direction():
     np.testing.assert_allclose(ood.distance(new), expected, rtol=1e-6)
 
 
-def allowance(share: float) -> float:
-    """For a share of 4,000 rows within a quantile that 2,000 others gave."""
-    return 4 * math.sqrt(share * (1 - share)) * (1 / math.sqrt(4000) + 1 / math.sqrt(2000))
+def about(share: float) -> Any:
+    """That share of 4,000 rows within a quantile that 2,000 others gave."""
+    return pytest.approx(share, abs=4 * math.sqrt(share * (1 - share)) * (1 / math.sqrt(4000) + 1 / math.sqrt(2000)))
 
 
 def test_nothing_is_added_within_the_distance_that_most_points_keep():
     ood, new = estimated(features(), strength=7.0), features(4000, seed=2)
-    d, outputs = ood.distance(new), torch.randn(4000, 3, generator=G().manual_seed(0))
+    d, outputs = ood.distance(new), torch.randn(4000, 3, generator=seeded(0))
     ahead = outputs.double().max(-1).values - (outputs.double().sort(-1).values[:, :2]).mean(-1)
     more = ood.extra_variance(d, outputs)
-    assert float((more == 0).double().mean()) == pytest.approx(FAR_LEVEL, abs=allowance(FAR_LEVEL))
+    assert float((more == 0).double().mean()) == about(FAR_LEVEL)
     excess = (d / ood.quantiles[2] - 1.0).clamp_min(0)
     torch.testing.assert_close(more, 7.0 * ahead**2 * excess**3)
 
@@ -68,8 +74,8 @@ def test_the_scale_follows_a_power_of_the_distance_from_a_floor_up():
     d = ood.distance(features(4000, seed=2))
     stretch = ood.logit_scale(d).squeeze(-1)
     least = stretch.min()
-    assert float((stretch == least).double().mean()) == pytest.approx(FLOOR_LEVEL, abs=allowance(FLOOR_LEVEL))
-    assert float((stretch < 1).double().mean()) == pytest.approx(0.5, abs=allowance(0.5))
+    assert float((stretch == least).double().mean()) == about(FLOOR_LEVEL)
+    assert float((stretch < 1).double().mean()) == about(0.5)
     above = stretch > least
     torch.testing.assert_close(stretch[above], (d[above] / ood.quantiles[1]) ** 0.3)
     assert torch.equal(ood.logit_scale(torch.zeros(1, dtype=torch.float64)).squeeze(), least)  # not certainty
@@ -85,10 +91,9 @@ def test_the_distance_limits_the_confidence_however_large_the_logits():
 
 
 def test_outputs_that_are_all_alike_have_no_top_margin():
-    outputs = torch.full((5, 4), 2.5)
-    assert torch.equal(top_margin(outputs), torch.zeros(5, dtype=torch.float64))
+    assert torch.equal(top_margin(torch.full((5, 4), 2.5)), torch.zeros(5, dtype=torch.float64))
     data = Outputs(torch.zeros(200, 3), torch.arange(200) % 3, features(200).float())
-    flat = FMGP(None, "classification", variance="separable", ood_strength=1.0, steps=2, num_inducing=5).fit(data)
+    flat = FMGP(None, "classification", variance="separable", ood_strength=1.0, **QUICK).fit(data)
     assert bool(flat.predict(data).probs.isfinite().all())
 
 
@@ -99,18 +104,15 @@ def test_length_does_not_matter_and_direction_does():
 
 
 def test_fewer_rows_than_dimensions_do_not_make_everything_new():
-    g = G().manual_seed(0)
+    g = seeded(0)
     known, new = torch.randn(200, 1000, generator=g), torch.randn(200, 1000, generator=g)
-    ood = estimated(known)
-    inside = float((ood.distance(new) <= ood.quantiles[2]).double().mean())
-    assert inside == pytest.approx(FAR_LEVEL, abs=0.15)
+    assert inside(estimated(known), new) == pytest.approx(FAR_LEVEL, abs=0.15)
     assert OutOfDistribution.of(known[:99]) is None
 
 
 def test_constant_and_zero_features_are_no_trouble():
-    assert OutOfDistribution.of(torch.ones(200, 3)) is None
-    assert OutOfDistribution.of(torch.zeros(200, 3)) is None
-    corners = torch.eye(3)[torch.randint(3, (200,), generator=G().manual_seed(0))]
+    assert OutOfDistribution.of(torch.ones(200, 3)) is OutOfDistribution.of(torch.zeros(200, 3)) is None
+    corners = torch.eye(3)[torch.randint(3, (200,), generator=seeded(0))]
     ood = estimated(corners)
     d = ood.distance(torch.cat([corners, torch.zeros(1, 3)]))
     assert bool(ood.extra_variance(d, torch.rand(201, 4)).isfinite().all())
@@ -118,9 +120,8 @@ def test_constant_and_zero_features_are_no_trouble():
 
 
 def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
-    data = classified()
-    known, new = classified(300, seed=1), classified(300, seed=1)
-    new = Outputs(new.outputs, features=-new.features)
+    data, known = classified(), classified(300, seed=1)
+    new = Outputs(known.outputs, features=-known.features)
     quick = {"variance": "separable", "steps": 20, "num_inducing": 10}
     bayes, plain = (FMGP(None, "classification", ood_strength=n, **quick).fit(data) for n in (0.5, 0.0))
     near, without = bayes.predict(known), plain.predict(known)
@@ -130,33 +131,29 @@ def test_predictions_near_the_data_stay_and_those_far_from_it_open_up(tmp_path):
     far = bayes.predict(new)
     assert float(far.entropy().min()) > float(plain.predict(new).entropy().max())
     assert float(far.entropy().min()) > 0.8 * math.log(3)
-    bayes.save(tmp_path / "head")
-    again = FMGP.load(tmp_path / "head")
+    again = reloaded(bayes, tmp_path)
     assert again.config.ood_strength == bayes.config.ood_strength
     assert torch.equal(again.predict(new).probs, far.probs)
 
 
 def test_wide_features_take_their_directions_from_some_rows():
-    g = G().manual_seed(0)
+    g = seeded(0)
     x = torch.randn(3000, 20, generator=g) @ torch.randn(20, 1500, generator=g)
     x += 0.1 * torch.randn(3000, 1500, generator=g)
     ood = estimated(x[:2500])
     identity = torch.eye(ood.basis.shape[1], dtype=torch.float64)
     torch.testing.assert_close(ood.basis.mT @ ood.basis, identity, rtol=0, atol=1e-8)
-    inside = float((ood.distance(x[2500:]) <= ood.quantiles[2]).double().mean())
-    assert inside == pytest.approx(FAR_LEVEL, abs=0.1)
+    assert inside(ood, x[2500:]) == pytest.approx(FAR_LEVEL, abs=0.1)
     assert float(ood.distance(torch.randn(50, 1500, generator=g)).min()) > 2 * float(ood.quantiles[2])
 
 
 def test_it_is_for_classes_with_features():
     data = classified()
-    quick = {"steps": 2, "num_inducing": 5}
-    assert FMGP(None, "classification", ood_strength=0.0, **quick).fit(data).head.ood is None
-    reals = Outputs(data.outputs, data.outputs + 1.0, data.features)
-    assert FMGP(None, "regression", ood_strength=0.5, **quick).fit(reals).head.ood is None
-    bare = Outputs(data.outputs, data.targets)
-    assert FMGP(None, "classification", ood_strength=0.5, **quick).fit(bare).head.ood is None
-    bayes = FMGP(None, "classification", ood_strength=0.5, kernel=RBF(on="outputs"), **quick).fit(data)
+    reals, bare = Outputs(data.outputs, data.outputs + 1.0, data.features), Outputs(data.outputs, data.targets)
+    for rows, strength in ((data, 0.0), (bare, 0.5)):
+        assert FMGP(None, "classification", ood_strength=strength, **QUICK).fit(rows).head.ood is None
+    assert FMGP(None, "regression", ood_strength=0.5, **QUICK).fit(reals).head.ood is None
+    bayes = FMGP(None, "classification", ood_strength=0.5, kernel=RBF(on="outputs"), **QUICK).fit(data)
     assert bayes.head.ood is not None
     with pytest.raises(DataError, match=r"Expected features of width 6 as in fit, .* got none"):
         bayes.predict(bare)
@@ -165,7 +162,7 @@ def test_it_is_for_classes_with_features():
 def test_the_network_gives_its_features_where_the_ood_variance_needs_them():
     data = classified()
     net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-    bayes = FMGP(net, "classification", kernel=RBF(on="inputs"), ood_strength=0.5, steps=2, num_inducing=5)
+    bayes = FMGP(net, "classification", kernel=RBF(on="inputs"), ood_strength=0.5, **QUICK)
     bayes.fit((data.features, data.targets))
     assert bayes.head.ood is not None
     with torch.no_grad():

@@ -1,7 +1,5 @@
 """`Predictive` against torch.distributions and its own samples."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -14,20 +12,20 @@ from posthoc.predictive.base import LatentGaussian, require_finite_prediction
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.regression import RegressionPredictive
 from posthoc.training.loop import History
-from tests.cases import answers
+from tests.cases import answers, same, seeded
 
 DOUBLE = torch.float64
 
 
 def regression(shape=(6, 2), dtype=DOUBLE, covariance=False):
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     mean, variance, noise = (torch.rand(shape, dtype=dtype, generator=g) + 0.1 for _ in range(3))
     full = torch.diag_embed(variance - 0.05) + 0.05 if covariance else None
     return RegressionPredictive(LatentGaussian(3 * mean, variance, full, independent=False), noise)
 
 
 def classification(n=6, c=3, covariance=False):
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     mean, factor = (torch.randn(*shape, dtype=DOUBLE, generator=g) for shape in ((n, c), (n, c, c)))
     full = factor @ factor.mT
     variance, full = full.diagonal(dim1=1, dim2=2), full if covariance else None
@@ -53,8 +51,8 @@ def test_regression_is_a_normal_distribution():
 @pytest.mark.parametrize("make", [regression, classification])
 def test_samples_have_the_moments(make, covariance):
     pred = make(covariance=covariance) if make is regression else make(covariance=covariance).latent
-    draws, again = (pred.sample(200_000, torch.Generator().manual_seed(0)) for _ in range(2))
-    assert torch.equal(draws, again)
+    draws = pred.sample(200_000, seeded())
+    assert torch.equal(draws, pred.sample(200_000, seeded()))
     assert draws.shape == (200_000, *pred.mean.shape)
     torch.testing.assert_close(draws.mean(0), pred.mean, rtol=0, atol=0.05)
     torch.testing.assert_close(draws.var(0), pred.variance, rtol=0.05, atol=0)
@@ -64,16 +62,11 @@ def test_samples_have_the_moments(make, covariance):
         torch.testing.assert_close(found, pred.covariance, rtol=0, atol=0.2 if make is classification else 0.03)
 
 
-def test_class_samples_have_the_probabilities():
+def test_probabilities_of_classes_their_samples_and_scores():
     pred = classification()
-    draws = pred.sample(100_000, torch.Generator().manual_seed(0))
+    draws = pred.sample(100_000, seeded())
     assert (draws.shape, draws.dtype) == ((100_000, 6), torch.int64)
-    shares = torch.nn.functional.one_hot(draws, 3).double().mean(0)
-    torch.testing.assert_close(shares, pred.probs, rtol=0, atol=0.01)
-
-
-def test_classification_scores():
-    pred = classification()
+    torch.testing.assert_close(torch.nn.functional.one_hot(draws, 3).double().mean(0), pred.probs, rtol=0, atol=0.01)
     p = (pred.latent.mean / 2).softmax(-1)
     torch.testing.assert_close(pred.probs, p)
     assert torch.equal(pred.labels, p.argmax(-1))
@@ -85,10 +78,9 @@ def test_classification_scores():
 def test_mutual_information_is_the_entropy_that_knowing_the_logits_would_remove():
     pred = classification(covariance=True)
     found = pred.mutual_information(samples=50_000)
-    draws = pred.latent.sample(100_000, torch.Generator().manual_seed(7)) / pred.temperature
-    p = draws.softmax(-1)
-    entropy = lambda q: -(q * q.log()).sum(-1)  # noqa: E731
-    torch.testing.assert_close(found, entropy(p.mean(0)) - entropy(p).mean(0), rtol=0, atol=0.01)
+    p = (pred.latent.sample(100_000, seeded(7)) / pred.temperature).softmax(-1)
+    expected = torch.special.entr(p.mean(0)).sum(-1) - torch.special.entr(p).sum(-1).mean(0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
     assert torch.equal(found, pred.mutual_information(samples=50_000))
     zero = LatentGaussian(pred.latent.mean, torch.zeros_like(pred.latent.mean))
     certain = ClassificationPredictive(zero, pred.log_probs, pred.temperature)
@@ -101,8 +93,7 @@ def test_rows_are_selected_moved_and_joined_again(make):
     for parts in ([pred[:2], pred[2:]], list(pred)):
         joined = type(pred).cat(parts)
         assert sum(len(part) for part in parts) == len(joined) == 6
-        for name in ("mean", "variance", "covariance"):
-            assert torch.equal(getattr(joined.latent, name), getattr(pred.latent, name))
+        assert same(answers(joined), answers(pred))
     assert torch.equal(pred[-1].latent.mean, pred.latent.mean[-1:])
     assert all(tensor.is_meta for tensor in answers(pred.to("meta")).values())
 
@@ -143,10 +134,9 @@ def test_impossible_questions_are_refused(make, ask, error, message):
 def test_several_levels_give_several_quantiles():
     pred = regression()
     assert torch.equal(pred.quantile(0.3), pred.quantile(torch.tensor(0.3, dtype=DOUBLE)))
-    found = pred.quantile([0.05, 0.5, 0.95])
-    assert found.shape == (3, 6, 2)
-    for level, values in zip((0.05, 0.5, 0.95), found, strict=True):
-        assert torch.equal(values, pred.quantile(level))
+    levels = [0.05, 0.5, 0.95]
+    found = pred.quantile(levels)
+    assert torch.equal(found, torch.stack([pred.quantile(level) for level in levels]))
     assert torch.equal(pred.quantile(torch.tensor([0.5])), found[1:2])
     for shape in ((6,), (6, 1), (6, 2)):
         pred = regression(shape, torch.float32)
@@ -181,7 +171,7 @@ def test_a_history_is_a_table_of_scores_or_losses():
 
 
 def test_logits_without_variance_have_no_mutual_information():
-    logits = torch.randn(6, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(6, 3, dtype=DOUBLE, generator=seeded())
     latent = LatentGaussian(logits, torch.zeros_like(logits), has_variance=False)
     pred = ClassificationPredictive(latent, logits.log_softmax(-1), torch.ones(()))
     with pytest.warns(PosthocWarning, match="no variance"):
@@ -195,7 +185,7 @@ def test_logits_without_variance_have_no_mutual_information():
 def test_singular_covariances_are_sampled_without_a_warning():
     ones = torch.ones(4, 3, 3)
     pred = RegressionPredictive(LatentGaussian(torch.zeros(4, 3), torch.ones(4, 3), ones, False), torch.zeros(4, 3))
-    draws = pred.sample(1000, torch.Generator().manual_seed(0))
+    draws = pred.sample(1000, seeded())
     torch.testing.assert_close(draws[..., 0], draws[..., 1], rtol=0, atol=0.02)
 
 
@@ -203,6 +193,5 @@ def test_singular_covariances_are_sampled_without_a_warning():
 def test_predictions_plot_themselves(make):
     pytest.importorskip("matplotlib").use("agg")
     pred = make((6, 1)) if make is regression else make()
-    targets = pred.mean if make is regression else pred.labels
-    for axes in (pred.plot(), pred.plot(targets)):
+    for axes in (pred.plot(), pred.plot(pred.mean if make is regression else pred.labels)):
         assert axes.get_xlabel()

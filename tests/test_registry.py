@@ -13,15 +13,12 @@ import pytest
 from posthoc.errors import OptionError
 from posthoc.registry import Registry
 
-METHOD = '''
+METHOD = """
 from posthoc.methods.map import MAP
 
-
 class Plain(MAP):
-    """The network as it is, under another name."""
-
     name = "plain"
-'''
+"""
 
 PROGRAM = """
 import sys
@@ -49,9 +46,8 @@ def test_a_method_of_another_package_is_compared_saved_and_loaded(tmp_path: Path
     }.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "head.safetensors")]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "head")], check=True, env=environment)
 
 
 def test_a_class_is_imported_when_it_is_used() -> None:

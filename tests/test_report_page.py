@@ -10,10 +10,9 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from posthoc.cli.report import report as command
+from posthoc.cli import app
 from posthoc.errors import FileError
 from posthoc.evaluate.report.page import render, write_report
 from posthoc.evaluate.report.summary import read_results
@@ -34,6 +33,7 @@ class Tree(HTMLParser):
         self.feed(page)
         self.close()
         assert self.open == []
+        self.text = " ".join(self.words)
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
@@ -47,10 +47,6 @@ class Tree(HTMLParser):
 
     def all(self, tag, **wanted):
         return [attrs for name, attrs in self.elements if name == tag and wanted.items() <= attrs.items()]
-
-    @property
-    def text(self):
-        return " ".join(self.words)
 
 
 def page_of(folder):
@@ -70,11 +66,8 @@ def test_the_page_is_whole_and_needs_nothing_else(full):
         assert not {"style", "srcset", "action"} & attrs.keys(), tag
         assert not any(name.startswith("on") for name in attrs)
         assert tag not in ("iframe", "object", "embed", "base", "form")
-        for name in ("src", "href"):
-            target = attrs.get(name) or "#"
-            assert target.startswith("data:") or target == "#" or target.removeprefix("#") in ids
-        clip = attrs.get("clip-path", "url(#)")
-        assert clip == "url(#)" or clip[5:-1] in ids
+        for target in (attrs.get("src"), attrs.get("href"), attrs.get("clip-path", "url()")[4:-1]):
+            assert not target or target == "#" or target.startswith("data:") or target.removeprefix("#") in ids
     assert not re.search(r"@import|url\([^#]|https?:", full.replace("http-equiv", ""))
 
 
@@ -113,19 +106,16 @@ def test_every_kind_of_chart_is_there_and_has_its_words(full):
 
 def test_everything_from_the_data_stays_text(tmp_path):
     example = {"target": EVIL, "said": "x", "png": EVIL, "probability": 0.5, "entropy": 0.5}
-    curves = {
-        "lines": {EVIL: {"x": [0, 1], EVIL: [0, 1]}},
-        "reliability": {"confidence": [0.5], "accuracy": [0.5], "share": [1]},
-    }
+    curves = {"reliability": {"confidence": [0.5], "accuracy": [0.5], "share": [1]}}
+    curves["lines"] = {EVIL: {"x": [0, 1], EVIL: [0, 1]}}
     evil = document(
         experiment="evil", case="a", method=EVIL, title=EVIL, curves=curves, examples={"most_certain": [example]},
         metrics={"nll": 0.1, EVIL: 2.0}, times={EVIL: 1.0}, warnings=[EVIL], machine={EVIL: EVIL},
         configuration={EVIL: [EVIL], "data": {EVIL: {EVIL: EVIL}}}, versions={"posthoc": EVIL},
     )  # fmt: skip
-    path = write(tmp_path, document(experiment="evil", case="a"))
-    (path.parent / "evil-0.json").write_text(json.dumps(evil | {"experiment": EVIL, "case": EVIL}))
-    (path.parent / "evil-1.json").write_text(json.dumps(evil | {"problem": EVIL, "seed": 1}))
-    (path.parent / "evil-2.json").write_text(json.dumps(evil | {"seed": 2}))
+    write(tmp_path, document(experiment="evil", case="a"))
+    for seed, changes in enumerate(({"experiment": EVIL, "case": EVIL}, {"problem": EVIL}, {})):
+        (tmp_path / f"evil-{seed}.json").write_text(json.dumps(evil | {"seed": seed} | changes))
     page = page_of(tmp_path)
     tree = Tree(page)
     assert len(tree.all("script")) == 1
@@ -153,15 +143,12 @@ def test_means_places_and_missing_figures_are_in_the_table(tmp_path):
 
 
 def test_comparisons_are_shown_too(tmp_path):
-    folder = tmp_path / "mine"
-    folder.mkdir()
     refused = compared(method="gp", error="it is for regression", applies=False, nll=None)
     ours = compared(method="fmgp", nll=0.4, errors={"nll": 0.0125}, selection="temperature scaling: few rows")
     for run in (compared(), ours, refused):
-        (folder / f"{run['method']}-0.json").write_text(json.dumps(run))
-    tree = Tree(page_of(folder))
-    chosen = "fmgp chose temperature scaling: few rows"
-    for words in ("mine", "± 0.0125", chosen, "Not for this task or these data: gp."):
+        (tmp_path / f"{run['method']}-0.json").write_text(json.dumps(run))
+    tree, chosen = Tree(page_of(tmp_path)), "fmgp chose temperature scaling: few rows"
+    for words in (tmp_path.name, "± 0.0125", chosen, "Not for this task or these data: gp."):
         assert words in tree.text
     assert "it is for regression" not in tree.text
     assert not tree.all("th", **{"data-v": "gp"})
@@ -179,7 +166,7 @@ def test_comparisons_are_shown_too(tmp_path):
 )
 def test_the_verdict_says_which_is_best_and_how_clearly(tmp_path, figures, verdict):
     for method, (nll, error) in figures.items():
-        errors = {"nll": error} if error is not None else {}
+        errors = {} if error is None else {"nll": error}
         (tmp_path / f"{method}.json").write_text(json.dumps(compared(method=method, nll=nll, errors=errors)))
     assert verdict in page_of(tmp_path)
 
@@ -189,8 +176,8 @@ def test_the_page_is_the_same_each_time_and_small(tmp_path):
     write(tmp_path / "results", document(title="half of a pair \ud800"))  # as text that is not UTF-8 is read
     for name in ("one.html", "two.html"):
         write_report(tmp_path / "results", tmp_path / name)
-    page = (tmp_path / "one.html").read_bytes()
-    assert page == (tmp_path / "two.html").read_bytes()
+    page, again = ((tmp_path / name).read_bytes() for name in ("one.html", "two.html"))
+    assert page == again
     assert len(page) < 1_000_000
     assert b"half of a pair ?" in page
 
@@ -206,8 +193,8 @@ def test_strange_curves_can_be_drawn(tmp_path):
     curves = regression_curves(np.random.default_rng(0))
     curves["error_bars"]["high"][:2] = [1e300, None]
     curves["risk_coverage"]["risk"] = [5.0] * 50
-    curves["lines"] = {"severity": {"x": [1.0], "nll": [1e-9]}, "all": {"x": [1, 2], "nll": [None, None]}}
-    curves["lines"]["band"] = {"x": [1.0, 2.0], "risk": [0.1, 0.2]}  # a name of other curves
+    lines = {"severity": {"x": [1.0], "nll": [1e-9]}, "all": {"x": [1, 2], "nll": [None, None]}}
+    curves["lines"] = lines | {"band": {"x": [1.0, 2.0], "risk": [0.1, 0.2]}}  # a name of other curves
     curves["reliability"] = {"confidence": [0.5, None], "accuracy": [1.0, None], "share": [1, 0], "count": [3, 0]}
     curves["entropy"] = {"edges": [0, 1, 2], "in": [0, 0], "out": [None, None]}
     write(tmp_path, document(task="regression", curves=curves))
@@ -221,9 +208,7 @@ def test_strange_curves_can_be_drawn(tmp_path):
 def test_intervals_that_miss_the_truth_are_told_from_those_that_hold_it(tmp_path):
     bars = {"target": [0.0, 5.0, 9.0, None], "mean": [0.5, 2.0, 4.0, 1.0], "low": [-1, 1, 3, 0], "high": [1, 3, 9, 2]}
     write(tmp_path, document(task="regression", curves={"error_bars": bars}))
-    page = page_of(tmp_path)
-    orange = [element for element in re.findall(r"<path [^>]*>", page) if 'stroke="var(--s1)"' in element]
-    assert len(orange) == 2  # with the dot's shape
+    assert len(re.findall(r'<path [^>]*stroke="var\(--s1\)"[^>]*>', page_of(tmp_path))) == 2  # with the dot's shape
 
 
 def test_options_are_those_of_the_first_run(tmp_path):
@@ -239,33 +224,26 @@ def test_options_are_those_of_the_first_run(tmp_path):
     ]
 
 
-# The command.
-
-
 def run(*arguments):
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(command)
-    return CliRunner().invoke(app, list(map(str, arguments)))
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
 def test_the_command_writes_the_page_and_says_what_is_wrong(tmp_path):
-    write(tmp_path / "results", document())
-    (tmp_path / "results" / "broken.json").write_text("{")
-    out = tmp_path / "report.html"
-    result = run(tmp_path / "results", "-o", out)
+    results, out = tmp_path / "results", tmp_path / "report.html"
+    write(results, document())
+    (results / "broken.json").write_text("{")
+    result = run(results, "-o", out)
     assert result.exit_code == 0, result.output
-    assert "1 run" in result.output
-    assert "broken.json is left out" in result.output
+    assert all(text in result.output for text in ("1 run", "broken.json is left out"))
     page = out.read_text()
     assert page.startswith("<!doctype html>")
     assert page.index("Read this first") < page.index("broken.json is left out") < page.index("<table")
-    refused = run(tmp_path / "results", "-o", out)
-    assert isinstance(refused.exception, FileError)
-    assert "--force" in str(refused.exception)
-    assert run(tmp_path / "results", "-o", out, "--force").exit_code == 0
+    refused = run(results, "-o", out).exception
+    assert isinstance(refused, FileError)
+    assert "--force" in str(refused)
+    assert run(results, "-o", out, "--force").exit_code == 0
     assert out.read_text() == page
-    over = run(tmp_path / "results", "-o", tmp_path / "results" / "broken.json", "--force")
-    assert "than the input" in str(over.exception)
+    assert "than the input" in str(run(results, "-o", results / "broken.json", "--force").exception)
     (tmp_path / "empty").mkdir()
     assert isinstance(run(tmp_path / "empty", "-o", out, "--force").exception, FileError)
     assert out.read_text() == page

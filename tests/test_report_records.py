@@ -1,7 +1,5 @@
 """Reading a folder of results: both kinds of documents, what else is in such a folder, and means over seeds."""
 
-from __future__ import annotations
-
 import json
 import statistics
 
@@ -15,27 +13,22 @@ from posthoc.evaluate.report.tables import columns_of
 from tests.report_cases import compared, document, write
 
 
-def only_case(folder):
-    (experiment,) = read_results(folder).experiments
-    return experiment.cases[0]
-
-
 def test_both_kinds_of_documents_are_read_alike(tmp_path):
     write(tmp_path, document(experiment="cifar10", case="resnet20", title="MAP", curves={"lines": {}}))
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "map-0.json").write_text(json.dumps(compared()))
-    (tmp_path / "map-0.json").write_text(json.dumps(compared(seed=4)))
-    at_root, reproduced, of_folder = sorted(read_results(tmp_path).records, key=lambda r: (r.path.count("/"), r.path))
+    for path, run in (("mine/map-0.json", compared()), ("map-0.json", compared(seed=4))):
+        (tmp_path / path).write_text(json.dumps(run))
+    records = {record.path: record for record in read_results(tmp_path).records}
+    reproduced, of_folder, at_root = (records.pop(f"{name}map-0.json") for name in ("cifar10/resnet20-", "mine/", ""))
+    assert not records
     assert (reproduced.experiment, reproduced.case, reproduced.title) == ("cifar10", "resnet20", "MAP")
-    assert reproduced.path == "cifar10/resnet20-map-0.json"
     assert reproduced.figures == {"nll": 0.5, "accuracy": 0.9, "fit_seconds": 1.0, "predict_seconds": 0.5}
     assert reproduced.data == {"test": "the rest of it"}
-    assert (of_folder.experiment, at_root.experiment) == ("mine", tmp_path.name)
+    assert (of_folder.experiment, at_root.experiment, at_root.seed) == ("mine", tmp_path.name, 4)
     costs = {"fit_seconds": 0.1, "predict_seconds": 0.2, "peak_memory": 2e6}
     assert of_folder.figures == {"nll": 0.5, "accuracy": 0.9, "ece": 0.02} | costs
     assert of_folder.data == {"train": "fit.npz", "test": "test.npz"}
     assert of_folder.configuration["device"] == "cpu"
-    assert at_root.seed == 4
 
 
 def test_other_files_are_left_out_and_named_with_the_reason(tmp_path):
@@ -62,16 +55,16 @@ def test_other_files_are_left_out_and_named_with_the_reason(tmp_path):
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
-    with pytest.raises(FileError, match=r"posthoc compare or python -m reproduction in .*, found none\.$"):
-        read_results(tmp_path)
-    with pytest.raises(FileError, match="found nothing at"):
-        read_results(tmp_path / "absent")
-    path = tmp_path / "broken.json"
-    path.write_text("{")
-    with pytest.raises(FileError, match=r"found none\. broken\.json is left out: it is not JSON"):
-        read_results(tmp_path)
-    with pytest.raises(FileError, match="found a file at"):
-        read_results(path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.json").write_text("{")
+    for name, message in (
+        ("empty", r"posthoc compare or python -m reproduction in .*, found none\.$"),
+        ("absent", "found nothing at"),
+        (".", r"found none\. broken\.json is left out: it is not JSON"),
+        ("broken.json", "found a file at"),
+    ):
+        with pytest.raises(FileError, match=message):
+            read_results(tmp_path / name)
 
 
 def test_two_documents_of_one_run_and_two_tasks_are_refused(tmp_path):
@@ -95,9 +88,8 @@ def test_runs_that_do_not_belong_together_are_named(tmp_path):
     for seed, test, digest in ((0, "some", "12"), (1, "others", "34")):
         write(tmp_path, document(experiment="other", seed=seed, configuration={"data": {"test": test}}))
         write(tmp_path, document(experiment="third", seed=seed, configuration={"data": {"sha256": digest}}))
-    assert [warning for warning in read_results(tmp_path).warnings if "different data" in warning] == [
-        "other mixes runs on different data: see how it was run."
-    ]
+    (mixed,) = (warning for warning in read_results(tmp_path).warnings if "different data" in warning)
+    assert mixed == "other mixes runs on different data: see how it was run."
 
 
 @pytest.mark.parametrize(
@@ -116,8 +108,7 @@ def test_runs_that_do_not_belong_together_are_named(tmp_path):
 def test_a_run_that_came_to_nothing_is_kept_and_says_why(tmp_path, run, problem):
     (tmp_path / "run-0.json").write_text(json.dumps(run))
     (record,) = read_results(tmp_path).records
-    assert record.problem == problem
-    assert record.applies
+    assert (record.problem, record.applies) == (problem, True)
     assert all(abs(value) < 1e300 for value in record.figures.values())
 
 
@@ -138,13 +129,9 @@ def test_curves_are_read(tmp_path):
     np.testing.assert_array_equal(record.curves["by rotation"]["nll"], [0.1, np.nan])
 
 
-# Means over seeds.
-
-
 def test_mean_and_standard_error():
     found = estimate([1.0, 2.0, 4.0], [0.1, 0.1, 0.1])
-    assert found.mean == pytest.approx(7 / 3)
-    assert found.error == pytest.approx(statistics.stdev([1.0, 2.0, 4.0]) / 3**0.5)
+    assert (found.mean, found.error) == pytest.approx((7 / 3, statistics.stdev([1.0, 2.0, 4.0]) / 3**0.5))
     assert (estimate([5.0]).error, estimate([5.0]).count) == (None, 1)
     assert estimate([5.0], [0.01]).error == 0.01  # that of the test set
     assert estimate([1e9 + 1, 1e9 + 2, 1e9 + 3]).error == pytest.approx(1 / 3**0.5)
@@ -156,13 +143,12 @@ def test_runs_with_a_problem_are_kept_and_left_out_of_the_means(tmp_path):
             data = {"train": {"source": "flights", "rows": 10}, "sha256": str(seed)}
             metrics = {"nll": value, "accuracy": 0.9}
             write(tmp_path, document(method=method, seed=seed, metrics=metrics, configuration={"data": data}))
-    case = only_case(tmp_path)
+    case = read_results(tmp_path).experiments[0].cases[0]
     assert case.sources == ["train: source: flights; rows: 10"]
     bare, ella, ours = case.methods
     assert [method.method for method in case.methods] == ["map", "ella", "fmgp"]
-    assert ours.estimates["nll"].mean == pytest.approx(0.2)
-    assert ours.estimates["nll"].error == pytest.approx(0.1)
-    assert ours.estimates["accuracy"].count == 2
+    nll = ours.estimates["nll"]
+    assert (nll.mean, nll.error, ours.estimates["accuracy"].count) == pytest.approx((0.2, 0.1, 2))
     assert [run.seed for run in ours.excluded] == [1]
     assert (bare.excluded, bare.missing, bare.estimates["nll"].count) == ([], [], 3)
     assert (ella.counted, ella.missing, ella.estimates) == ([], [1, 2], {})
@@ -208,6 +194,5 @@ def test_reliability_is_pooled_by_the_points_of_each_bin():
 def test_curves_are_averaged_where_they_are_along_the_same_places():
     curves = [arrays(x=[0.0, 1.0], y=[1.0, np.nan]), arrays(x=[0.0, 1.0], y=[3.0, 5.0]), arrays(x=[0.0, 2.0], y=[9, 9])]
     means, errors = mean_curve(curves, "x")
-    assert means["x"].tolist() == [0.0, 1.0]
-    assert means["y"].tolist() == [2.0, 5.0]
+    assert {name: column.tolist() for name, column in means.items()} == {"x": [0.0, 1.0], "y": [2.0, 5.0]}
     assert errors["y"] == pytest.approx([1.0, 0.0])

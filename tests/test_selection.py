@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from posthoc import FMGP, Categorical, NotFittedError, Outputs, PosthocWarning, Temperature, load
+from posthoc import FMGP, Categorical, NotFittedError, Outputs, PosthocWarning, Temperature
 from posthoc.base import Job
 from posthoc.collect.augmentation import Augmented
 from posthoc.fmgp import selection
 from posthoc.fmgp.build import shortened
-from posthoc.fmgp.selection import (
-    SELECTION,
-    TEMPERATURE_SCALING,
-    HeldOut,
-    Selection,
-    VarianceForm,
-    candidates,
-    compare,
-)
+from posthoc.fmgp.selection import SELECTION, TEMPERATURE_SCALING, HeldOut, Selection, VarianceForm, candidates, compare
 from posthoc.likelihoods.recalibration import NONE, Recalibration
 from posthoc.training import Training
+from tests.cases import reloaded, seeded
 
-G = torch.Generator
 QUICK: dict[str, Any] = {"steps": 60, "lr": 0.02, "num_inducing": 20}
 ONE, TEN = VarianceForm("separable", prior=1.0), VarianceForm("separable", prior=10.0)
 NAMED = {"scaled": TEMPERATURE_SCALING, "one": ONE, "ten": TEN}
@@ -36,7 +27,7 @@ WITHOUT, WITH = 0.0, SELECTION.ood_strength
 
 def data(n: int = 1200, *, wrong: bool = False, classes: int = 3, seed: int = 0) -> Outputs:
     """Logits that are right on average, or that mean nothing in one half of the features' space."""
-    g = G().manual_seed(seed)
+    g = seeded(seed)
     logits = 2.0 * torch.randn(n, classes, generator=g)
     features = torch.randn(n, 2, generator=g)
     y = torch.multinomial(logits.softmax(-1), 1, generator=g).squeeze(1)
@@ -60,42 +51,29 @@ class Trials(list[tuple[VarianceForm, Job, Outputs]]):
         return {WITHOUT: torch.zeros(len(unseen), unseen.outputs.shape[1]).log_softmax(-1)}
 
 
-# Log-probabilities of the targets y.
-
-
 def knowing(y: torch.Tensor, sureness: float, *, off: float = 1.0, seed: int = 0) -> torch.Tensor:
     """Favors the true class, more or less: the greater the sureness, the better."""
-    scores = torch.randn(len(y), 3, generator=G().manual_seed(seed)) * off
+    scores = torch.randn(len(y), 3, generator=seeded(seed)) * off
     return (scores + sureness * torch.nn.functional.one_hot(y, 3)).log_softmax(-1)
 
 
 def too_sure_in_places(y: torch.Tensor) -> torch.Tensor:
     """Sure of half its rows, which are right, and too sure of the others, beyond what a temperature can mend."""
-    rows = torch.arange(len(y))
-    top = torch.where(rows % 4 < 3, y, (y + 1) % 3)
-    sure = torch.where(rows % 4 < 2, 6.0, 1.5)
+    rows = torch.arange(len(y)) % 4
+    top, sure = torch.where(rows < 3, y, (y + 1) % 3), torch.where(rows < 2, 6.0, 1.5)
     return (sure[:, None] * torch.nn.functional.one_hot(top, 3)).log_softmax(-1)
 
 
-def right(share: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def right(y: torch.Tensor, share: int = 3) -> torch.Tensor:
     """One row in `share` is wrong, and the confidence says so."""
-
-    def log_p(y: torch.Tensor) -> torch.Tensor:
-        top = torch.where(torch.arange(len(y)) % share > 0, y, (y + 1) % 3)
-        p = torch.full((len(y), 3), 0.5 / share)
-        return p.scatter(-1, top[:, None], 1.0 - 1.0 / share).log()
-
-    return log_p
+    top = torch.where(torch.arange(len(y)) % share > 0, y, (y + 1) % 3)
+    return torch.full((len(y), 3), 0.5 / share).scatter(-1, top[:, None], 1.0 - 1.0 / share).log()
 
 
-def unsteady(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`right(3)`, but too sure of every other row and too unsure of the rest, which no temperature mends."""
-
-    def log_p(y: torch.Tensor) -> torch.Tensor:
-        sureness = 1.0 + size * (-1.0) ** (torch.arange(len(y)) // 3)
-        return (sureness[:, None] * right(3)(y)).log_softmax(-1)
-
-    return log_p
+def unsteady(y: torch.Tensor, size: float) -> torch.Tensor:
+    """As `right`, but too sure of every other row and too unsure of the rest, which no temperature mends."""
+    sureness = 1.0 + size * (-1.0) ** (torch.arange(len(y)) // 3)
+    return (sureness[:, None] * right(y)).log_softmax(-1)
 
 
 def decide(n: int = 900, **log_p: Any) -> Selection:
@@ -111,8 +89,8 @@ def decide(n: int = 900, **log_p: Any) -> Selection:
 @pytest.mark.parametrize(
     ("winner", "log_p"),
     [
-        ("one", {"scaled": lambda y: knowing(y, 0.5), "one": lambda y: knowing(y, 1.0), "ten": right(2)}),
-        ("ten", {"scaled": lambda y: knowing(y, 0.5), "one": right(2), "ten": lambda y: knowing(y, 1.0)}),
+        ("one", {"scaled": lambda y: knowing(y, 0.5), "one": lambda y: knowing(y, 1.0), "ten": lambda y: right(y, 2)}),
+        ("ten", {"scaled": lambda y: knowing(y, 0.5), "one": lambda y: right(y, 2), "ten": lambda y: knowing(y, 1.0)}),
         ("scaled", {"scaled": lambda y: knowing(y, 1.0, seed=1), "one": lambda y: knowing(y, 1.0, seed=2)}),
         ("scaled", {"scaled": lambda y: knowing(y, 1.0), "one": lambda y: knowing(y, 0.5)}),
     ],
@@ -127,7 +105,7 @@ def test_being_better_does_not_buy_being_badly_calibrated(monkeypatch):
     change(monkeypatch, calibration_price=1e6, calibration_slack=-1.0)
     assert decide(scaled=flat, one=too_sure_in_places).form == TEMPERATURE_SCALING
     change(monkeypatch, calibration_price=1e6)  # a badly calibrated candidate does not remove a well calibrated one
-    assert decide(scaled=right(2), one=too_sure_in_places, ten=right(3)).form == TEN
+    assert decide(scaled=lambda y: right(y, 2), one=too_sure_in_places, ten=right).form == TEN
 
 
 def test_too_much_confidence_is_corrected():
@@ -142,12 +120,12 @@ def test_too_much_confidence_is_corrected():
 @pytest.mark.parametrize(
     ("strength", "log_p"),
     [
-        (WITH, {"scaled": right(2), "one": lambda y: {WITHOUT: right(3)(y), WITH: unsteady(0.05)(y)}}),
-        (WITHOUT, {"scaled": right(2), "one": lambda y: {WITHOUT: right(3)(y), WITH: unsteady(0.5)(y)}}),
-        (WITHOUT, {"scaled": right(3)}),
+        (WITH, {"scaled": lambda y: right(y, 2), "one": lambda y: {WITHOUT: right(y), WITH: unsteady(y, 0.05)}}),
+        (WITHOUT, {"scaled": lambda y: right(y, 2), "one": lambda y: {WITHOUT: right(y), WITH: unsteady(y, 0.5)}}),
+        (WITHOUT, {"scaled": right}),
         # Temperature scaling must not lose to itself.
-        (WITHOUT, {"n": 9000, "scaled": lambda y: {WITHOUT: right(3)(y), WITH: unsteady(0.01)(y)}}),
-        (WITH, {"scaled": lambda y: {WITHOUT: unsteady(0.5)(y), WITH: right(3)(y)}}),
+        (WITHOUT, {"n": 9000, "scaled": lambda y: {WITHOUT: right(y), WITH: unsteady(y, 0.01)}}),
+        (WITH, {"scaled": lambda y: {WITHOUT: unsteady(y, 0.5), WITH: right(y)}}),
     ],
 )
 def test_ood_variance_may_cost_known_rows_next_to_nothing(strength, log_p):
@@ -159,8 +137,7 @@ def test_confidence_is_corrected_for_the_ood_strength_that_is_taken():
     def too_unsure(y: torch.Tensor) -> HeldOut:
         return {WITHOUT: knowing(y, 1.0), WITH: (0.5 * knowing(y, 1.1)).log_softmax(-1)}
 
-    found = decide(scaled=lambda y: knowing(y, 0.5), one=too_unsure)
-    plain = decide(scaled=lambda y: knowing(y, 0.5), one=lambda y: knowing(y, 1.0))
+    found, plain = (decide(scaled=lambda y: knowing(y, 0.5), one=p) for p in (too_unsure, lambda y: knowing(y, 1.0)))
     assert (found.form, found.ood_strength, plain.ood_strength) == (ONE, WITH, WITHOUT)
     assert found.recalibration.temperature == pytest.approx(0.5 * plain.recalibration.temperature, rel=0.1)
 
@@ -168,7 +145,7 @@ def test_confidence_is_corrected_for_the_ood_strength_that_is_taken():
 def test_confidence_is_corrected_anew_or_as_before_whichever_is_better():
     bends = set()
     for seed in range(12):
-        g = G().manual_seed(seed)
+        g = seeded(seed)
         log_p = (2.0 * torch.randn(600, 4, generator=g, dtype=torch.float64)).log_softmax(-1)
         y = torch.multinomial(Recalibration(1.0, 0.3).log_probs(log_p).exp(), 1, generator=g).squeeze(1)
         plain = Selection(ONE, "", Recalibration(1.0, 0.4))
@@ -179,9 +156,6 @@ def test_confidence_is_corrected_anew_or_as_before_whichever_is_better():
         assert found.recalibration == (anew if losses[0] + extra[0] <= losses[1] + extra[1] else before)
         bends.add("before" if found.recalibration == before else "anew")
     assert bends == {"before", "anew"}
-
-
-# The rows that are held out.
 
 
 def test_each_row_is_held_out_once_and_never_fitted_on_then():
@@ -199,10 +173,8 @@ def test_many_rows_are_held_out_only_once(monkeypatch):
     change(monkeypatch, enough_rows=100)
     tried = Trials()
     compare(job(data(1000)), [ONE], tried)
-    assert [(form, len(trial.train), len(unseen)) for form, trial, unseen in tried] == [
-        (ONE, 900, 100),
-        (TEMPERATURE_SCALING, 900, 100),
-    ]
+    assert [form for form, *_ in tried] == [ONE, TEMPERATURE_SCALING]
+    assert all((len(trial.train), len(unseen)) == (900, 100) for _, trial, unseen in tried)
 
 
 def test_validation_data_decide_where_there_are_any():
@@ -213,9 +185,8 @@ def test_validation_data_decide_where_there_are_any():
 
 def test_candidates_depend_on_the_rows_for_each_output():
     assert candidates(99, 10) == [VarianceForm("shared")]
-    assert {form.variance for form in candidates(100, 10)} == {"separable"}
-    assert {form.variance for form in candidates(1000, 10)} == {"separable", "per_output"}
-    assert {form.variance for form in candidates(100_000, 33)} == {"separable"}
+    for sizes, forms in (((100, 10), "separable"), ((1000, 10), "separable per_output"), ((100_000, 33), "separable")):
+        assert {form.variance for form in candidates(*sizes)} == set(forms.split())
 
 
 def test_candidates_and_augmented_images_are_trained_for_a_third_of_the_steps():
@@ -229,9 +200,6 @@ def test_candidates_and_augmented_images_are_trained_for_a_third_of_the_steps():
     assert shortened(Training(steps=0)).steps == 0
 
 
-# Fits.
-
-
 @pytest.mark.parametrize("classes", [3, 100])
 def test_a_network_that_is_right_everywhere_keeps_temperature_scaling(classes, tmp_path: Path):
     train, test = (data(1200, classes=classes, seed=seed) for seed in (0, 1))
@@ -239,8 +207,7 @@ def test_a_network_that_is_right_everywhere_keeps_temperature_scaling(classes, t
     scaled = Temperature(None, "classification").fit(train)
     torch.testing.assert_close(found.predict(test).probs, scaled.predict(test).probs, rtol=1e-5, atol=1e-7)
     for method in (found, scaled):
-        method.save(tmp_path / "head")
-        assert torch.equal(load(tmp_path / "head").predict(test).probs, method.predict(test).probs)
+        assert torch.equal(reloaded(method, tmp_path).predict(test).probs, method.predict(test).probs)
 
 
 @pytest.mark.parametrize("classes", [3, 40])
@@ -253,35 +220,29 @@ def test_a_network_that_is_wrong_in_places_gets_a_variance(classes, tmp_path):
     scaled = Temperature(None, "classification").fit(train)
     nll = [-float(m.predict(test).log_prob(test.targets).mean()) for m in (found, scaled)]
     assert nll[0] < nll[1] - 0.01
-    found.save(tmp_path / "head")
-    again = load(tmp_path / "head")
+    again = reloaded(found, tmp_path)
     assert again.selection_.recalibration == found.selection_.recalibration != NONE
     assert torch.equal(again.predict(test).probs, found.predict(test).probs)
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "rows", "sentence"),
     [
-        ({"variance": "shared"}, "shared variance: as requested"),
-        ({"variance": "per_output"}, "per_output variance: as requested"),
-        ({"variance": "separable"}, "separable variance (prior 3): as requested"),
-        ({"likelihood": Categorical(temperature=1.0)}, "per_output variance: the default for this likelihood"),
+        ({"variance": "shared"}, 1200, "shared variance: as requested"),
+        ({"variance": "per_output"}, 1200, "per_output variance: as requested"),
+        ({"variance": "separable"}, 1200, "separable variance (prior 3): as requested"),
+        ({"likelihood": Categorical(temperature=1.0)}, 1200, "per_output variance: the default for this likelihood"),
+        ({}, SELECTION.min_rows - 1, "shared variance: 199 rows are too few to compare forms"),
     ],
 )
-def test_what_was_requested_is_not_selected(options, sentence):
-    bayes = FMGP(None, **{"likelihood": "classification", **options}, **QUICK).fit(data())
+def test_what_was_requested_and_what_suits_few_rows_is_not_selected(options, rows, sentence):
+    bayes = FMGP(None, **{"likelihood": "classification", **options}, **QUICK).fit(data(rows))
     process = bayes.head.process
     assert str(bayes.selection_) == sentence
     assert ((process.coupling is None), process.separable) == ("shared" in sentence, "separable" in sentence)
     assert bayes.selection_.recalibration == NONE
     if "likelihood" in options:
         assert float(bayes.likelihood.temperature.detach()) == 1.0
-
-
-def test_few_rows_are_not_compared():
-    found = FMGP(None, "classification", **QUICK).fit(data(SELECTION.min_rows - 1))
-    assert found.head.process.coupling is None  # one variance for all classes
-    assert str(found.selection_) == "shared variance: 199 rows are too few to compare forms"
 
 
 def test_one_class_alone_is_worth_a_warning_and_no_selection(monkeypatch):
@@ -293,11 +254,8 @@ def test_one_class_alone_is_worth_a_warning_and_no_selection(monkeypatch):
     assert found.selection_.form.variance == "shared"
 
 
-# What was selected, and why.
-
-
 def test_the_selection_tells_the_gain_over_temperature_scaling():
-    found = decide(scaled=right(3), one=right(9), ten=lambda y: knowing(y, -1.0))
+    found = decide(scaled=right, one=lambda y: right(y, 9), ten=lambda y: knowing(y, -1.0))
     scaled, one, ten = found.candidates
     assert (scaled.form, one.form, ten.form) == (TEMPERATURE_SCALING, ONE, TEN)
     assert (scaled.gain, scaled.standard_error, scaled.rows) == (0.0, 0.0, 900)
@@ -317,14 +275,13 @@ def test_the_selection_tells_the_gain_over_temperature_scaling():
 def test_the_selection_is_shown_saved_and_loaded(task, tmp_path):
     train = data(400, wrong=True)
     if task == "regression":
-        train = train.with_targets(train.outputs + torch.randn(400, 3, generator=G().manual_seed(1)))
+        train = train.with_targets(train.outputs + torch.randn(400, 3, generator=seeded(1)))
     bayes = FMGP(None, task, **QUICK)
     with pytest.raises(NotFittedError):
         _ = bayes.selection_
     bayes.fit(train)
     assert str(bayes.selection_) in repr(bayes)
-    bayes.save(tmp_path / "head")
-    assert load(tmp_path / "head").selection_ == bayes.selection_
+    assert reloaded(bayes, tmp_path).selection_ == bayes.selection_
     if task == "regression":
         assert bayes.selection_.residuals == "residuals with a learned distribution, from 400 rows"
         gaussian = FMGP(None, task, residuals="gaussian", **QUICK).fit(train)

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
+from scipy.special import log_softmax
 from torch import Tensor
 
 from posthoc import Outputs, PosthocWarning, Temperature
 from posthoc.methods.vector import Vector
+from tests.cases import reloaded, seeded
 
-G = torch.Generator
 C = 4
 SCALE = torch.tensor([0.4, 1.0, 1.6, 0.7], dtype=torch.float64)
 BIAS = torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64)
@@ -21,14 +22,13 @@ BIAS = torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64)
 
 def classified(n: int, *, scale: Tensor = SCALE, bias: Tensor = BIAS, seed: int = 0) -> Outputs:
     """Labels drawn from softmax(a∘f + b), where f has mean 0 over the classes."""
-    g = G().manual_seed(seed)
+    g = seeded(seed)
     f = 2.0 * torch.randn(n, C, generator=g, dtype=torch.float64)
-    f = f - f.mean(-1, keepdim=True)
+    f -= f.mean(-1, keepdim=True)
     return Outputs(f, torch.multinomial((scale * f + bias).softmax(-1), 1, generator=g).squeeze(1))
 
 
-PLAIN = {"scale": torch.full((C,), 0.5, dtype=torch.float64), "bias": torch.zeros(C, dtype=torch.float64)}
-"""Of a network that temperature scaling is enough for."""
+PLAIN = {"scale": 0.5 * torch.ones_like(SCALE), "bias": torch.zeros_like(BIAS)}  # temperature scaling is enough
 
 
 @pytest.mark.parametrize("ridge", [0.5, 50.0])
@@ -41,8 +41,7 @@ def test_scale_and_bias_are_those_of_the_least_penalised_loss(ridge):
 
     def loss(w: np.ndarray) -> float:
         a, b = w.reshape(2, C)
-        z = a * f + b
-        data_term = (np.log(np.exp(z).sum(1)) - z[np.arange(len(y)), y]).sum()
+        data_term = -log_softmax(a * f + b, 1)[np.arange(len(y)), y].sum()
         return data_term + 0.5 * ridge * (((a / inverse - 1.0) ** 2).sum() + ((b / size) ** 2).sum())
 
     best = minimize(loss, np.concatenate([np.full(C, inverse), np.zeros(C)]), method="BFGS", options={"gtol": 1e-6})
@@ -53,10 +52,10 @@ def test_scale_and_bias_are_those_of_the_least_penalised_loss(ridge):
 def test_true_scale_and_bias_are_found_and_make_the_prediction():
     data = classified(20_000)
     method = Vector(None, "classification").fit(data)
-    torch.testing.assert_close(method._fitted.scale, SCALE, rtol=0.1, atol=0)
-    torch.testing.assert_close(method._fitted.bias, BIAS - BIAS.mean(), rtol=0, atol=0.1)
-    pred = method.predict(data)
-    torch.testing.assert_close(pred.latent.mean, method._fitted.scale * data.outputs + method._fitted.bias)
+    fitted, pred = method._fitted, method.predict(data)
+    torch.testing.assert_close(fitted.scale, SCALE, rtol=0.1, atol=0)
+    torch.testing.assert_close(fitted.bias, BIAS - BIAS.mean(), rtol=0, atol=0.1)
+    torch.testing.assert_close(pred.latent.mean, fitted.scale * data.outputs + fitted.bias)
     torch.testing.assert_close(pred.probs, pred.latent.mean.softmax(-1))
     assert (pred.latent.variance == 0).all()
     assert (pred.latent.mean.argmax(-1) != data.outputs.argmax(-1)).any()  # which is what fixed_mean = False says
@@ -70,11 +69,10 @@ def test_an_infinite_ridge_is_temperature_scaling():
 
 
 def test_validation_data_choose_the_ridge():
-    data = classified(400)
-    strong = Vector(None, "classification").fit(data, val=classified(4000, **PLAIN, seed=5))
-    weak = Vector(None, "classification").fit(data, val=classified(4000, seed=5))
-    assert strong.chosen_ridge == math.inf
-    assert weak.chosen_ridge <= 10.0
+    data, vals = classified(400), (classified(4000, **PLAIN, seed=5), classified(4000, seed=5))
+    strong, weak = (Vector(None, "classification").fit(data, val=val).chosen_ridge for val in vals)
+    assert strong == math.inf
+    assert weak <= 10.0
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -92,22 +90,19 @@ def test_what_is_added_to_all_logits_of_a_row_changes_nothing():
 
 def test_reading_rows_in_parts_gives_the_same(monkeypatch):
     data = classified(60)
-    whole = Vector(None, "classification").fit(data)
+    whole = Vector(None, "classification").fit(data)._fitted
     monkeypatch.setattr("posthoc.likelihoods.temperature.rows_that_fit", lambda numbers: 7)
-    cut = Vector(None, "classification").fit(data)
-    torch.testing.assert_close(cut._fitted.scale, whole._fitted.scale, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(cut._fitted.bias, whole._fitted.bias, rtol=1e-6, atol=1e-9)
+    cut = Vector(None, "classification").fit(data)._fitted
+    torch.testing.assert_close((cut.scale, cut.bias), (whole.scale, whole.bias), rtol=1e-6, atol=1e-9)
 
 
 def test_files_hold_the_options_and_the_chosen_ridge(tmp_path):
     method = Vector(None, "classification", seed=4).fit(classified(300))
-    method.save(tmp_path / "head")
-    again = Vector.load(tmp_path / "head")
+    again = reloaded(method, tmp_path)
     assert (again.config.ridge, again.config.seed, again.chosen_ridge) == (None, 4, method.chosen_ridge)
 
 
 def test_data_that_are_all_right_are_told_and_left_to_the_temperature():
     logits = 2.0 * torch.eye(C, dtype=torch.float64).repeat(10, 1)
     with pytest.warns(PosthocWarning, match="all right"):
-        method = Vector(None, "classification").fit(Outputs(logits, logits.argmax(-1)))
-    assert method.chosen_ridge == math.inf
+        assert Vector(None, "classification").fit(Outputs(logits, logits.argmax(-1))).chosen_ridge == math.inf
