@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,8 +48,7 @@ class AnyWidth(nn.Module):
         self.last = nn.Linear(1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(x.sum(1, keepdim=True))
-        return out
+        return self.last(x.sum(1, keepdim=True))
 
 
 class Attentive(nn.Module):
@@ -66,8 +62,7 @@ class Attentive(nn.Module):
         self.tied.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.tied(self.block(self.embedding(tokens)).mean(1))
-        return out
+        return self.tied(self.block(self.embedding(tokens)).mean(1))
 
 
 def inputs(n: int = N, *, dtype: torch.dtype = torch.float32, seed: int = 2) -> Tensor:
@@ -111,22 +106,6 @@ def answers(pred: Any) -> dict[str, Tensor]:
     """Every tensor of a predictive, for comparing two to the bit."""
     found = {**vars(pred), **vars(pred.latent)}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
-
-
-@contextmanager
-def kept_error(call: Callable[[], Any]) -> Iterator[BaseException]:
-    """The exception of a call, alive with its traceback while the block lasts, as in a notebook or a logger."""
-    try:
-        call()
-    except BaseException as caught:
-        error = caught
-    else:
-        raise AssertionError("nothing was raised")
-    try:
-        yield error
-    finally:
-        traceback.clear_frames(error.__traceback__)
-        torch.set_grad_enabled(True)
 
 
 def hold_open(path: str) -> None:

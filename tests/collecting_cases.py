@@ -39,8 +39,7 @@ class TinyNet(nn.Module):
         return self.pool(self.norm(self.conv(x)).relu()).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc(self.features(x))
-        return out
+        return self.fc(self.features(x))
 
 
 class WithFeatures(nn.Module):

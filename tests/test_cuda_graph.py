@@ -7,10 +7,9 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,14 +63,14 @@ def fit(case: str, *, way: str | None = None, options: dict[str, Any] | None = N
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def calls(monkeypatch):
     """How often blocks were taken by a graph and step by step, and how often a graph was captured."""
     counts = {"graph": 0, "plain": 0, "captured": 0}
 
-    def count(kind: type, method: str, name: str) -> None:
+    def count(kind, method, name):
         original = getattr(kind, method)
 
-        def counted(*args: Any) -> Any:
+        def counted(*args):
             counts[name] += 1
             return original(*args)
 
@@ -88,7 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @cuda
 @pytest.mark.parametrize("case", CASES)
-def test_a_graph_gives_the_numbers_of_ordinary_steps(case: str, calls: dict[str, int]) -> None:
+def test_a_graph_gives_the_numbers_of_ordinary_steps(case, calls):
     replayed = fit(case)  # it is the default there
     assert calls["graph"] > 1
     assert calls["captured"] == 1
@@ -101,7 +100,7 @@ def test_a_graph_gives_the_numbers_of_ordinary_steps(case: str, calls: dict[str,
 
 
 @cuda
-def test_early_stopping_in_a_graph(calls: dict[str, int]) -> None:
+def test_early_stopping_in_a_graph(calls):
     watched = {"lr": 0.1, "eval_every": 3, "patience": 2}
     data = classes(400, c=10)
     sure = data.with_targets(data.outputs.argmax(-1))  # right where it learns, wrong where it is watched
@@ -115,10 +114,8 @@ def test_early_stopping_in_a_graph(calls: dict[str, int]) -> None:
 
 
 @cuda
-def test_a_graph_that_was_interrupted_goes_on_to_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def head(name: str, **more: Any) -> bytes:
+def test_a_graph_that_was_interrupted_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
+    def head(name, **more):
         method = fit("ten classes", val=classes(60, c=10, seed=1), **more)
         method.save(tmp_path / name)
         return (tmp_path / name).read_bytes()
@@ -126,7 +123,7 @@ def test_a_graph_that_was_interrupted_goes_on_to_the_same_bytes(
     expected, folder, run = head("expected"), tmp_path / "folder", GraphSteps.run
     blocks = iter(range(4))
 
-    def stopping(self: GraphSteps, block: Any, lrs: list[float]) -> list[float]:
+    def stopping(self, block, lrs):
         if next(blocks, None) is None:
             raise KeyboardInterrupt
         return run(self, block, lrs)
@@ -141,8 +138,8 @@ def test_a_graph_that_was_interrupted_goes_on_to_the_same_bytes(
 
 
 @cuda
-def test_draws_on_the_gpu_go_on_too(tmp_path: Path, calls: dict[str, int]) -> None:
-    def run(**more: Any) -> FMGP:
+def test_draws_on_the_gpu_go_on_too(tmp_path, calls):
+    def run(**more):
         likelihood = Categorical(training="monte_carlo", samples=4)
         return FMGP(None, likelihood, device="cuda", **SMALL).fit(classes(400, c=5), **more)
 
@@ -208,7 +205,7 @@ def singular(p: Tensor, step: Tensor) -> Tensor:
 
 
 @cuda
-def test_a_factor_that_fails_in_a_graph_has_its_jitter_in_an_ordinary_step(calls: dict[str, int]) -> None:
+def test_a_factor_that_fails_in_a_graph_has_its_jitter_in_an_ordinary_step(calls):
     with pytest.warns(PosthocWarning, match="was not positive definite"):
         replayed = descend(singular, "cuda", "graph")
     assert calls["captured"] == 1
@@ -220,8 +217,8 @@ def test_a_factor_that_fails_in_a_graph_has_its_jitter_in_an_ordinary_step(calls
 
 
 @cuda
-def test_a_factor_that_fails_in_ordinary_steps_too_says_so(calls: dict[str, int]) -> None:
-    def negative(p: Tensor, step: Tensor) -> Tensor:
+def test_a_factor_that_fails_in_ordinary_steps_too_says_so(calls):
+    def negative(p, step):
         sign = 1.0 - 2.0 * (step == 6).double()
         return cholesky(sign * torch.diag(p.exp()), "my matrix").diagonal().sum()
 
@@ -236,14 +233,12 @@ def test_a_factor_that_fails_in_ordinary_steps_too_says_so(calls: dict[str, int]
 @cuda
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("case", ["regression", "a thousand classes"])
-def test_data_on_the_host_give_the_numbers_of_resident_ones(
-    case: str, mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(data: Outputs) -> tuple[FMGP, list[bool]]:
+def test_data_on_the_host_give_the_numbers_of_resident_ones(case, mapped, tmp_path, monkeypatch):
+    def run(data):
         away: list[bool] = []
 
         class Noting(DrawnBatches):
-            def __init__(self, *args: Any) -> None:
+            def __init__(self, *args):
                 super().__init__(*args)
                 away.append(self.reader is not None)
 
@@ -266,10 +261,10 @@ def test_data_on_the_host_give_the_numbers_of_resident_ones(
 
 
 @cuda
-def test_reading_ahead_does_not_disturb_the_capture(monkeypatch: pytest.MonkeyPatch, calls: dict[str, int]) -> None:
+def test_reading_ahead_does_not_disturb_the_capture(monkeypatch, calls):
     read = DrawnBatches._read
 
-    def long(self: DrawnBatches, step: int, count: int) -> Outputs:
+    def long(self, step, count):
         end, held = time.monotonic() + 0.5, []
         while time.monotonic() < end:
             held.append(torch.empty(2**20).pin_memory())  # as reading does, but for as long as a capture may take
@@ -299,11 +294,9 @@ def test_reading_ahead_does_not_disturb_the_capture(monkeypatch: pytest.MonkeyPa
         (["cuda"], True, True, torch.Generator(), "ordinary"),
     ],
 )
-def test_a_graph_is_for_one_gpu_batches_of_one_shape_and_no_draws(
-    devices: list[str], fixed: bool, alone: bool, draws: Any, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end_with(way: str) -> Callable[..., Any]:
-        def end(*args: Any) -> Any:
+def test_a_graph_is_for_one_gpu_batches_of_one_shape_and_no_draws(devices, fixed, alone, draws, expected, monkeypatch):
+    def end_with(way):
+        def end(*args):
             raise LookupError(way)
 
         return end
@@ -329,17 +322,17 @@ class PretendedGraph:
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretended(monkeypatch):
     """CUDA graphs on the CPU: a capture notes the step, a replay takes it."""
     taken: list[Callable[[], None]] = []
     original = GraphSteps._step
 
-    def step(self: GraphSteps) -> None:
+    def step(self):
         taken.append(lambda: original(self))
         original(self)
 
     @contextmanager
-    def capture(graph: PretendedGraph, stream: Any, capture_error_mode: str) -> Iterator[None]:
+    def capture(graph, stream, capture_error_mode):
         assert stream is idle
         yield
         graph.step = taken[-1]
@@ -356,7 +349,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("pretended")
-def test_replayed_steps_have_their_own_batch_and_learning_rate(calls: dict[str, int]) -> None:
+def test_replayed_steps_have_their_own_batch_and_learning_rate(calls):
     """Ten steps in blocks of four: the warm-up leaves no trace, and the last block is shorter than its place."""
     replayed, plain = descend(waves, "cpu", "graph"), descend(waves, "cpu", "plain")
     assert calls == {"graph": 3, "captured": 1, "plain": 3}
@@ -366,10 +359,10 @@ def test_replayed_steps_have_their_own_batch_and_learning_rate(calls: dict[str, 
 
 
 @pytest.mark.usefixtures("pretended")
-def test_a_block_that_fails_is_taken_again_from_where_it_began(calls: dict[str, int]) -> None:
+def test_a_block_that_fails_is_taken_again_from_where_it_began(calls):
     failing = iter([False] * (4 + 4 + 2) + [True] + [False] * 20)  # capture, first block, third step of the second
 
-    def loss(p: Tensor, step: Tensor) -> Tensor:
+    def loss(p, step):
         return waves(p, step) * (math.nan if next(failing) else 1.0)
 
     replayed, plain = descend(loss, "cpu", "graph"), descend(waves, "cpu", "plain")
@@ -379,8 +372,8 @@ def test_a_block_that_fails_is_taken_again_from_where_it_began(calls: dict[str, 
 
 
 @pytest.mark.usefixtures("pretended")
-def test_a_loss_that_stays_bad_is_reported_with_its_step() -> None:
-    def loss(p: Tensor, step: Tensor) -> Tensor:
+def test_a_loss_that_stays_bad_is_reported_with_its_step():
+    def loss(p, step):
         return waves(p, step) * torch.where(step == 6, math.nan, 1.0)
 
     with pytest.raises(TrainingError, match="became nan at step 7 of 10"):
@@ -390,7 +383,7 @@ def test_a_loss_that_stays_bad_is_reported_with_its_step() -> None:
 # Batches by step, and read ahead.
 
 
-def test_rows_of_a_step_do_not_depend_on_the_block_it_is_read_in() -> None:
+def test_rows_of_a_step_do_not_depend_on_the_block_it_is_read_in():
     whole = drawn_rows(1000, 7, 3, 0, 200)
     assert whole.shape == (200, 7)
     for sizes in ([1] * 200, [50] * 4, [63, 1, 1, 64, 71]):
@@ -402,7 +395,7 @@ def test_rows_of_a_step_do_not_depend_on_the_block_it_is_read_in() -> None:
 
 
 @pytest.fixture
-def read_ahead(monkeypatch: pytest.MonkeyPatch) -> DrawnBatches:
+def read_ahead(monkeypatch):
     """Batches as they are read for a GPU."""
     monkeypatch.setattr(Outputs, "pinned", lambda self: self)
     batches = drawn_batches()
@@ -418,7 +411,7 @@ def drawn_batches() -> DrawnBatches:
     return DrawnBatches(PointView(data, coordinates), likelihood, 7, 0, Ranks())
 
 
-def test_blocks_are_read_ahead_and_in_any_order(read_ahead: DrawnBatches) -> None:
+def test_blocks_are_read_ahead_and_in_any_order(read_ahead):
     plain = drawn_batches()
     for step, count in [(0, 5), (5, 5), (10, 2), (12, 5), (3, 5)]:
         assert torch.equal(read_ahead.block(step, count).target, plain.block(step, count).target)
@@ -426,8 +419,8 @@ def test_blocks_are_read_ahead_and_in_any_order(read_ahead: DrawnBatches) -> Non
     assert not plain.next
 
 
-def test_an_error_of_the_reader_is_not_lost(read_ahead: DrawnBatches, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(step: int, count: int) -> Outputs:
+def test_an_error_of_the_reader_is_not_lost(read_ahead, monkeypatch):
+    def read(step, count):
         if step == 5:
             raise OSError("the disk is gone")
         return reals(7 * count)

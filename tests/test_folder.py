@@ -29,7 +29,7 @@ SAME: dict[str, Any] = {"identity": {"network": "abc"}}
 
 
 @pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def eager(monkeypatch):
     """Every append is committed."""
     monkeypatch.setattr(writer_module, "COMMIT_SECONDS", 0.0)
 
@@ -41,13 +41,13 @@ def assert_same_bytes_as_a_whole_run(folder: Path, data: Outputs, size: int = 30
 
 
 @pytest.mark.parametrize("size", [1, 7, 30])
-def test_batches_of_any_size_give_the_same_bytes(size: int, tmp_path: Path) -> None:
+def test_batches_of_any_size_give_the_same_bytes(size, tmp_path):
     written(tmp_path / "many", some(), size)
     assert_same_bytes_as_a_whole_run(tmp_path / "many", some())
     assert bits(open_outputs(tmp_path / "many")) == bits(some())
 
 
-def test_unfinished_folder_is_refused_and_gone_on_with(tmp_path: Path) -> None:
+def test_unfinished_folder_is_refused_and_gone_on_with(tmp_path):
     folder, data = tmp_path / "data", some()
     with OutputsWriter(folder, **SAME) as writer:
         assert writer.rows == 0
@@ -58,7 +58,7 @@ def test_unfinished_folder_is_refused_and_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"finished folder, found 12 rows so far in .*data\. Run the collection again"):
         open_outputs(folder)
 
-    def interrupted() -> None:
+    def interrupted():
         with OutputsWriter(folder, **SAME) as writer:
             writer.append(data[12:13])
             raise KeyboardInterrupt
@@ -75,7 +75,7 @@ def test_unfinished_folder_is_refused_and_gone_on_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", [True, False])
-def test_what_a_killed_run_left_is_cleared(manifest: bool, tmp_path: Path) -> None:
+def test_what_a_killed_run_left_is_cleared(manifest, tmp_path):
     folder = tmp_path / "data"
     with OutputsWriter(folder, **SAME):
         pass
@@ -89,11 +89,11 @@ def test_what_a_killed_run_left_is_cleared(manifest: bool, tmp_path: Path) -> No
     assert set(os.listdir(folder)) == {".lock", "outputs.json", "outputs.npy"}
 
 
-def test_rows_are_committed_every_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_committed_every_few_seconds(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
 
-    def recorded() -> int:
+    def recorded():
         return int(json.loads((tmp_path / "data" / "outputs.json").read_text())["rows"])
 
     with OutputsWriter(tmp_path / "data", identity={}) as writer:
@@ -116,7 +116,7 @@ def test_rows_are_committed_every_few_seconds(tmp_path: Path, monkeypatch: pytes
         (Outputs(some(8).outputs[:, :3], some(8).targets, some(8).features, some(8).inputs), r"got .*shape \(3,\)"),
     ],
 )
-def test_batch_that_does_not_fit_is_refused_and_changes_nothing(batch: Outputs, message: str, tmp_path: Path) -> None:
+def test_batch_that_does_not_fit_is_refused_and_changes_nothing(batch, message, tmp_path):
     folder, data = tmp_path / "data", some(40)
     with OutputsWriter(folder, **SAME) as writer:
         writer.append(data[:30])
@@ -127,7 +127,7 @@ def test_batch_that_does_not_fit_is_refused_and_changes_nothing(batch: Outputs, 
     assert bits(open_outputs(folder)) == bits(data)
 
 
-def test_nothing_cannot_be_finished(tmp_path: Path) -> None:
+def test_nothing_cannot_be_finished(tmp_path):
     with OutputsWriter(tmp_path / "data", identity={}) as writer:
         with pytest.raises(DataError, match="Expected at least one row to finish"):
             writer.finish()
@@ -137,7 +137,7 @@ def test_nothing_cannot_be_finished(tmp_path: Path) -> None:
         open_outputs(tmp_path / "data")
 
 
-def test_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_folder_of_something_else_is_refused(tmp_path):
     folder = tmp_path / "data"
     with OutputsWriter(folder, identity={"network": "abc", "layer": "fc", "size": 224}) as writer:
         writer.append(some())
@@ -154,7 +154,7 @@ def test_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     assert read_identity(folder) == other
 
 
-def test_complete_folder_is_written_again_only_when_told(tmp_path: Path) -> None:
+def test_complete_folder_is_written_again_only_when_told(tmp_path):
     folder = tmp_path / "data"
     written(folder, some())
     with pytest.raises(FileError, match=r"found 30 rows complete in .*open_outputs.*force=True"):
@@ -178,7 +178,7 @@ def test_complete_folder_is_written_again_only_when_told(tmp_path: Path) -> None
         (lambda f: change_manifest(f, version=7), "version 1, found 7"),
     ],
 )
-def test_unfinished_folder_that_was_changed_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+def test_unfinished_folder_that_was_changed_is_refused(change, message, tmp_path):
     folder = tmp_path / "data"
     with OutputsWriter(folder, **SAME) as writer:
         writer.append(some()[:10])
@@ -192,7 +192,7 @@ def test_unfinished_folder_that_was_changed_is_refused(change: Any, message: str
 # Full disks, two writers.
 
 
-def test_full_disk_keeps_what_there_was_room_for(tmp_path: Path, eager: None) -> None:
+def test_full_disk_keeps_what_there_was_room_for(tmp_path, eager):
     folder, data = tmp_path / "data", some(1000)
     message = r"Expected to write .*data, found that it cannot be .*first 300 rows are safe: make room"
     with small_files(10_000), pytest.raises(FileError, match=message):  # 354 rows of features
@@ -203,7 +203,7 @@ def test_full_disk_keeps_what_there_was_room_for(tmp_path: Path, eager: None) ->
     assert_same_bytes_as_a_whole_run(folder, data)
 
 
-def test_writing_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
+def test_writing_goes_on_when_there_is_room_again(tmp_path):
     folder, data = tmp_path / "data", some(1000)
     with OutputsWriter(folder, **SAME) as writer:
         writer.append(data[:300])
@@ -215,15 +215,15 @@ def test_writing_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
     assert bits(open_outputs(folder)) == bits(data)
 
 
-def test_what_went_wrong_first_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def left(error: Exception | None) -> None:
+def test_what_went_wrong_first_is_told(tmp_path, monkeypatch):
+    def left(error):
         with OutputsWriter(tmp_path / "data", identity={}) as writer:
             writer.append(some())
             monkeypatch.setattr(os, "replace", full)
             if error is not None:
                 raise error
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(FileError, match=r"No space left.*first 0 rows are safe"):
@@ -236,16 +236,16 @@ def test_what_went_wrong_first_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         assert writer.rows == 0
 
 
-def test_rows_are_on_the_disk_before_they_count(tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_on_the_disk_before_they_count(tmp_path, eager, monkeypatch):
     synced: dict[str, int] = {}
     moved: list[tuple[int, bool]] = []
     fsync, replace = os.fsync, os.replace
 
-    def recording_fsync(handle: int) -> None:
+    def recording_fsync(handle):
         fsync(handle)
         synced[os.readlink(f"/proc/self/fd/{handle}")] = os.fstat(handle).st_size
 
-    def checking_replace(source: Path, target: Path) -> None:
+    def checking_replace(source, target):
         document = json.loads(Path(source).read_text())
         assert synced[str(source)] == Path(source).stat().st_size
         for name in document["arrays"]:
@@ -264,7 +264,7 @@ def test_rows_are_on_the_disk_before_they_count(tmp_path: Path, eager: None, mon
     assert moved == [(0, False), (4, False), (8, False), (10, False), (10, True)]
 
 
-def test_second_writer_is_refused_at_once(tmp_path: Path) -> None:
+def test_second_writer_is_refused_at_once(tmp_path):
     folder = tmp_path / "data"
     with OutputsWriter(folder, **SAME) as writer:
         writer.append(some()[:10])
@@ -283,7 +283,7 @@ def test_second_writer_is_refused_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_runs_go_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_runs_go_on_to_the_same_bytes(tmp_path):
     # In a process of its own, which has no threads: it forks children and kills them.
     code = "import sys; from tests.test_folder import kill_children, Path; kill_children(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=ROOT, timeout=100)

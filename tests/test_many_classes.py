@@ -75,10 +75,10 @@ def bound(rows: int) -> int:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_step_makes_a_tensor_of_rows_x_inducing_points_x_classes(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_makes_a_tensor_of_rows_x_inducing_points_x_classes(form, monkeypatch):
     seen, step = Largest(), PlainSteps.step
 
-    def watched(*args: Any) -> Tensor:
+    def watched(*args):
         with seen:
             return step(*args)
 
@@ -88,7 +88,7 @@ def test_no_step_makes_a_tensor_of_rows_x_inducing_points_x_classes(form: str, m
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_fit_reads_or_makes_more_than_a_few_batches_at_once(form: str) -> None:
+def test_no_fit_reads_or_makes_more_than_a_few_batches_at_once(form):
     outputs, steps = many(100), {"steps": 25, "eval_every": 25}
     with Largest() as seen:
         FMGP(None, "classification", **{**FEW_STEPS, **steps, **FORMS[form]}).fit(outputs, val=outputs[:60])
@@ -98,7 +98,7 @@ def test_no_fit_reads_or_makes_more_than_a_few_batches_at_once(form: str) -> Non
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_prediction_makes_a_tensor_of_rows_x_inducing_points_x_classes(form: str) -> None:
+def test_no_prediction_makes_a_tensor_of_rows_x_inducing_points_x_classes(form):
     method = FMGP(None, "classification", **FEW_STEPS, **FORMS[form]).fit(many(100))
     with Largest() as seen:
         method.predict(many(60))
@@ -154,7 +154,7 @@ ANSWERS: dict[str, Callable[[Latent, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("owners", OWNERS)
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_low_rank_form_gives_the_numbers_and_gradients_of_the_dense_one(answer: str, owners: str) -> None:
+def test_low_rank_form_gives_the_numbers_and_gradients_of_the_dense_one(answer, owners):
     for seed in range(3):
         low, dense, top, inputs = both_forms(seed, owners)
         found, expected = (ANSWERS[answer](latent, top) for latent in (low, dense))
@@ -186,16 +186,16 @@ def sparse_folder(folder: Path, rows: int, classes: int = 3) -> Outputs:
 
 
 @pytest.fixture
-def rows_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def rows_read(monkeypatch):
     """Counts the rows taken out of `Outputs`, all in all and for steps."""
     counts, take, read = {"all": 0, "steps": 0}, Outputs.__getitem__, DrawnBatches._read
 
-    def counted(self: Outputs, rows: Any) -> Outputs:
+    def counted(self, rows):
         part = take(self, rows)
         counts["all"] += len(part)
         return part
 
-    def counted_for_steps(self: DrawnBatches, step: int, count: int) -> Outputs:
+    def counted_for_steps(self, step, count):
         before = counts["all"]
         part = read(self, step, count)
         counts["steps"] += counts["all"] - before
@@ -208,9 +208,7 @@ def rows_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.mark.filterwarnings("ignore:Expected labels of at least two classes")
 @pytest.mark.parametrize("rows", [10_000, 10_000_000])
-def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(
-    rows: int, tmp_path: Path, rows_read: dict[str, int]
-) -> None:
+def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(rows, tmp_path, rows_read):
     steps, batch, m = 2 * MAX_BATCHES + 7, 20, 10
     outputs = sparse_folder(tmp_path / "outputs", rows)
     with Largest() as seen:
@@ -227,15 +225,13 @@ def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(
 
 
 @pytest.mark.filterwarnings("ignore:Expected labels of at least two classes")
-def test_the_form_of_the_variance_is_chosen_from_some_of_very_many_rows(
-    tmp_path: Path, rows_read: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_form_of_the_variance_is_chosen_from_some_of_very_many_rows(tmp_path, rows_read, monkeypatch):
     few = replace(selection.SELECTION, max_rows=3000, enough_rows=500)
     monkeypatch.setattr(selection, "SELECTION", few)
     looked_at: list[int] = []
     compare = selection.compare
 
-    def counting(job: Any, *more: Any) -> selection.Selection:
+    def counting(job, *more):
         before = rows_read["all"]
         found = compare(job, *more)
         looked_at.append(rows_read["all"] - before)
@@ -276,5 +272,5 @@ ROOM = 60 * 10**6
 
 
 @linux
-def test_ten_million_rows_stay_in_their_file(tmp_path: Path) -> None:
+def test_ten_million_rows_stay_in_their_file(tmp_path):
     assert end_of(start(fit_ten_million_rows_in_little_memory, tmp_path / "outputs")) == 0

@@ -94,8 +94,7 @@ class Twice(nn.Module):
         self.b.weight = self.a.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.a(x) + self.b(x)
-        return out
+        return self.a(x) + self.b(x)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -72,8 +72,8 @@ def test_it_is_compared_with_others(kind, data):
 def test_the_energies_of_counts_are_integrals():
     likelihood, mean, variance = PoissonLikelihood(), torch.tensor([[0.7]], dtype=DOUBLE), 0.4
 
-    def integral(alpha: float) -> float:
-        def integrand(f: float) -> float:
+    def integral(alpha):
+        def integrand(f):
             log_p = stats.poisson(np.exp(f)).logpmf(3)
             return stats.norm(0.7, variance**0.5).pdf(f) * (log_p if alpha == 0.0 else np.exp(alpha * log_p))
 
