@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,6 +83,11 @@ def calls(monkeypatch):
     return counts
 
 
+def assert_equal_fits(found: FMGP, expected: FMGP) -> None:
+    assert found.history == expected.history
+    assert same(numbers(found), numbers(expected))
+
+
 # On the GPU.
 
 
@@ -89,27 +95,22 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_a_graph_gives_the_numbers_of_ordinary_steps(case, calls):
     replayed = fit(case)  # it is the default there
-    assert calls["graph"] > 1
-    assert calls["captured"] == 1
+    assert calls["graph"] > calls["captured"] == 1
     assert calls["plain"] == 0
     plain = fit(case, way="plain")
     assert calls["plain"] > 1
-    assert replayed.history.losses == plain.history.losses
-    assert same(numbers(replayed), numbers(plain))
+    assert_equal_fits(replayed, plain)
     assert len(plain.history.losses) == STEPS
 
 
 @cuda
 def test_early_stopping_in_a_graph(calls):
-    watched = {"lr": 0.1, "eval_every": 3, "patience": 2}
     data = classes(400, c=10)
     sure = data.with_targets(data.outputs.argmax(-1))  # right where it learns, wrong where it is watched
-    replayed, plain = (
-        fit("ten classes", way=way, options=watched, data=sure, val=data[:60]) for way in ("graph", "plain")
-    )
+    watched = {"options": {"lr": 0.1, "eval_every": 3, "patience": 2}, "data": sure, "val": data[:60]}
+    replayed, plain = (fit("ten classes", way=way, **watched) for way in ("graph", "plain"))
     assert calls["captured"] == 1
-    assert replayed.history == plain.history
-    assert same(numbers(replayed), numbers(plain))
+    assert_equal_fits(replayed, plain)
     assert 6 <= len(plain.history.losses) < STEPS
 
 
@@ -120,8 +121,7 @@ def test_a_graph_that_was_interrupted_goes_on_to_the_same_bytes(tmp_path, monkey
         method.save(tmp_path / name)
         return (tmp_path / name).read_bytes()
 
-    expected, folder, run = head("expected"), tmp_path / "folder", GraphSteps.run
-    blocks = iter(range(4))
+    expected, folder, run, blocks = head("expected"), tmp_path / "folder", GraphSteps.run, iter(range(4))
 
     def stopping(self, block, lrs):
         if next(blocks, None) is None:
@@ -149,19 +149,17 @@ def test_draws_on_the_gpu_go_on_too(tmp_path, calls):
         patch.setattr(PlainSteps, "step", lambda *args: step(*args) if next(taken, None) is not None else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(checkpoint=tmp_path, checkpoint_every=20)
-    found = run(checkpoint=tmp_path, resume=True)
-    assert same(numbers(found), numbers(expected))
-    assert found.history == expected.history
+    assert_equal_fits(run(checkpoint=tmp_path, resume=True), expected)
     assert calls["graph"] == 0  # draws cannot be replayed
 
 
 class Same:
     """Batches for an objective that looks only at their number."""
 
-    fixed, weight = True, 1.0
+    fixed, weight, ahead = True, 1.0, 4
 
-    def __init__(self, device: str, ahead: int = 4) -> None:
-        self.device, self.ahead = device, ahead
+    def __init__(self, device: str) -> None:
+        self.device = device
 
     def block(self, step: int, count: int) -> Numbers:
         return Numbers(torch.arange(step, step + count, dtype=torch.float64, device=self.device))
@@ -177,19 +175,13 @@ class Numbers:
         return Numbers(change(self.tensor))
 
 
-def descend(
-    loss: Callable[[Tensor, Tensor], Tensor], device: str, way: str | None, steps: int = 10
-) -> tuple[Tensor, History]:
-    """Trains two numbers on a loss of them and of the number of the step."""
+def descend(loss: Callable[[Tensor, Tensor], Tensor], device: str, way: str | None) -> tuple[list[float], History]:
+    """Trains two numbers, for ten steps, on a loss of them and of the number of the step."""
     parameter = nn.Parameter(torch.tensor([0.3, -0.2], dtype=torch.float64, device=device))
-    history = train(
-        lambda batch: loss(parameter, batch.tensor),
-        [parameter],
-        Same(device),
-        Training(steps=steps, lr=0.1),
-        cuda_graph=CUDA_GRAPH[way],
-    )
-    return parameter.detach().cpu(), history
+    source, training = Same(device), Training(steps=10, lr=0.1)
+    graph = CUDA_GRAPH[way]
+    history = train(lambda batch: loss(parameter, batch.tensor), [parameter], source, training, cuda_graph=graph)
+    return parameter.tolist(), history
 
 
 def waves(p: Tensor, step: Tensor) -> Tensor:
@@ -199,9 +191,7 @@ def waves(p: Tensor, step: Tensor) -> Tensor:
 def singular(p: Tensor, step: Tensor) -> Tensor:
     """A matrix that has a Cholesky factor only with jitter, at every third step."""
     ridge = 1e-3 - (1e-3 + 1e-9) * (step % 3 == 2).double()
-    ones = torch.ones(2, 2, dtype=torch.float64, device=p.device)
-    eye = torch.eye(2, dtype=torch.float64, device=p.device)
-    return cholesky(p.exp().sum() * (ones + ridge * eye)).diagonal().sum()
+    return cholesky(p.exp().sum() * (1.0 + ridge * torch.eye(2, dtype=torch.float64, device=p.device))).diagonal().sum()
 
 
 @cuda
@@ -211,9 +201,7 @@ def test_a_factor_that_fails_in_a_graph_has_its_jitter_in_an_ordinary_step(calls
     assert calls["captured"] == 1
     assert calls["plain"] == calls["graph"] == 3  # each block had such a step
     with pytest.warns(PosthocWarning, match="was not positive definite"):
-        plain = descend(singular, "cuda", "plain")
-    assert torch.equal(replayed[0], plain[0])
-    assert replayed[1] == plain[1]
+        assert replayed == descend(singular, "cuda", "plain")
 
 
 @cuda
@@ -256,8 +244,7 @@ def test_data_on_the_host_give_the_numbers_of_resident_ones(case, mapped, tmp_pa
     kept, where = run(data)
     assert where == [True]
     assert data.outputs.device.type == "cpu"
-    assert kept.history == resident.history
-    assert same(numbers(kept), numbers(resident))
+    assert_equal_fits(kept, resident)
 
 
 @cuda
@@ -270,13 +257,11 @@ def test_reading_ahead_does_not_disturb_the_capture(monkeypatch, calls):
             held.append(torch.empty(2**20).pin_memory())  # as reading does, but for as long as a capture may take
         return read(self, step, count)
 
-    few = {"steps": 30, "batch_size": 10, "eval_every": 10}
-    data = classes(1000, c=10)
+    few, data = {"steps": 30, "batch_size": 10, "eval_every": 10}, classes(1000, c=10)
     expected = fit("ten classes", options=few, data=data)
     monkeypatch.setattr("posthoc.fmgp.build.LARGE_OUTPUTS", 0)
     monkeypatch.setattr(DrawnBatches, "_read", long)
-    found = fit("ten classes", options=few, data=data)
-    assert same(numbers(found), numbers(expected))
+    assert_equal_fits(fit("ten classes", options=few, data=data), expected)
     assert calls["plain"] == 0
 
 
@@ -295,18 +280,12 @@ def test_reading_ahead_does_not_disturb_the_capture(monkeypatch, calls):
     ],
 )
 def test_a_graph_is_for_one_gpu_batches_of_one_shape_and_no_draws(devices, fixed, alone, draws, expected, monkeypatch):
-    def end_with(way):
-        def end(*args):
-            raise LookupError(way)
-
-        return end
-
     values = [SimpleNamespace(device=torch.device(name)) for name in devices]
     optimizer = SimpleNamespace(parameters=[None], values=values, release=lambda: None)
-    ranks = SimpleNamespace(alone=alone, share=lambda tensors: None, agree=end_with("ordinary"))
+    ranks = SimpleNamespace(alone=alone, share=lambda tensors: None, agree=Mock(side_effect=LookupError("ordinary")))
     monkeypatch.setattr(loop, "FlatAdam", lambda parameters: optimizer)
     monkeypatch.setattr(loop, "Ranks", lambda: ranks)
-    monkeypatch.setattr(loop, "GraphSteps", end_with("captured"))
+    monkeypatch.setattr(loop, "GraphSteps", Mock(side_effect=LookupError("captured")))
     source: Any = SimpleNamespace(fixed=fixed, weight=1.0, ahead=1)
     with pytest.raises(LookupError, match=expected):
         train(lambda batch: batch, [], source, Training(), generator=draws)
@@ -314,8 +293,6 @@ def test_a_graph_is_for_one_gpu_batches_of_one_shape_and_no_draws(devices, fixed
 
 class PretendedGraph:
     """Does again, by hand, what a captured step does."""
-
-    step: Callable[[], None]
 
     def replay(self) -> None:
         self.step()
@@ -353,8 +330,7 @@ def test_replayed_steps_have_their_own_batch_and_learning_rate(calls):
     """Ten steps in blocks of four: the warm-up leaves no trace, and the last block is shorter than its place."""
     replayed, plain = descend(waves, "cpu", "graph"), descend(waves, "cpu", "plain")
     assert calls == {"graph": 3, "captured": 1, "plain": 3}
-    assert torch.equal(replayed[0], plain[0])
-    assert replayed[1] == plain[1]
+    assert replayed == plain
     assert len(plain[1].losses) == 10
 
 
@@ -367,8 +343,7 @@ def test_a_block_that_fails_is_taken_again_from_where_it_began(calls):
 
     replayed, plain = descend(loss, "cpu", "graph"), descend(waves, "cpu", "plain")
     assert calls == {"graph": 3, "captured": 1, "plain": 1 + 3}
-    assert torch.equal(replayed[0], plain[0])
-    assert replayed[1] == plain[1]
+    assert replayed == plain
 
 
 @pytest.mark.usefixtures("pretended")
@@ -387,8 +362,7 @@ def test_rows_of_a_step_do_not_depend_on_the_block_it_is_read_in():
     whole = drawn_rows(1000, 7, 3, 0, 200)
     assert whole.shape == (200, 7)
     for sizes in ([1] * 200, [50] * 4, [63, 1, 1, 64, 71]):
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        parts = [drawn_rows(1000, 7, 3, step, count) for step, count in zip(starts, sizes, strict=True)]
+        parts = [drawn_rows(1000, 7, 3, sum(sizes[:i]), count) for i, count in enumerate(sizes)]
         assert torch.equal(torch.cat(parts), whole)
     assert len({tuple(rows) for rows in whole.tolist()}) == 200
     assert 0 <= int(whole.min()) < int(whole.max()) < 1000
@@ -399,16 +373,15 @@ def read_ahead(monkeypatch):
     """Batches as they are read for a GPU."""
     monkeypatch.setattr(Outputs, "pinned", lambda self: self)
     batches = drawn_batches()
-    batches.reader = ThreadPoolExecutor(1)
-    return batches
+    with ThreadPoolExecutor(1) as batches.reader:
+        yield batches
 
 
 def drawn_batches() -> DrawnBatches:
     data, likelihood = reals(200), Gaussian()
-    assert data.targets is not None
     likelihood.initialize(data.outputs, data.targets)
-    coordinates = Coordinates.of(data, RBF(), standardize=True)
-    return DrawnBatches(PointView(data, coordinates), likelihood, 7, 0, Ranks())
+    view = PointView(data, Coordinates.of(data, RBF(), standardize=True))
+    return DrawnBatches(view, likelihood, 7, 0, Ranks())
 
 
 def test_blocks_are_read_ahead_and_in_any_order(read_ahead):
