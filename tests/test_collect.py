@@ -18,16 +18,7 @@ from posthoc.cli.collect import collect
 from posthoc.collect import open_outputs, read_identity
 from posthoc.collect.network import Backbone
 from posthoc.collect.to_folder import collect_to_folder
-from tests.collecting_cases import (
-    NET,
-    TRANSFORM,
-    TinyNet,
-    assert_close,
-    contents,
-    expected,
-    image_folder,
-    raw,
-)
+from tests.collecting_cases import NET, TRANSFORM, TinyNet, assert_close, contents, expected, image_folder, raw
 
 ROWS = 23
 TRUSTED = ("--trust-code", "--weights", "none")

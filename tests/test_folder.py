@@ -10,8 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -47,6 +50,13 @@ def test_batches_of_any_size_give_the_same_bytes(size, tmp_path):
     assert bits(open_outputs(tmp_path / "many")) == bits(some())
 
 
+def left(folder: Path, data: Outputs, act: Callable[[], Any] = lambda: None) -> None:
+    """Appends to a folder and leaves it unfinished, after something else that may raise."""
+    with OutputsWriter(folder, **SAME) as writer:
+        writer.append(data)
+        act()
+
+
 def test_unfinished_folder_is_refused_and_gone_on_with(tmp_path):
     folder, data = tmp_path / "data", some()
     with OutputsWriter(folder, **SAME) as writer:
@@ -57,14 +67,8 @@ def test_unfinished_folder_is_refused_and_gone_on_with(tmp_path):
         assert writer.rows == 12
     with pytest.raises(FileError, match=r"finished folder, found 12 rows so far in .*data\. Run the collection again"):
         open_outputs(folder)
-
-    def interrupted():
-        with OutputsWriter(folder, **SAME) as writer:
-            writer.append(data[12:13])
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        interrupted()
+        left(folder, data[12:13], Mock(side_effect=KeyboardInterrupt))
     with OutputsWriter(folder, **SAME) as writer:
         assert writer.rows == 13
         writer.append(data[13:])
@@ -94,17 +98,13 @@ def test_rows_are_committed_every_few_seconds(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now)
 
     def recorded():
-        return int(json.loads((tmp_path / "data" / "outputs.json").read_text())["rows"])
+        return json.loads((tmp_path / "outputs.json").read_text())["rows"]
 
-    with OutputsWriter(tmp_path / "data", identity={}) as writer:
-        writer.append(some())
-        assert recorded() == 0
-        now += writer_module.COMMIT_SECONDS
-        writer.append(some())
-        assert recorded() == 60
-        now += 0.5 * writer_module.COMMIT_SECONDS
-        writer.append(some())
-        assert recorded() == 60
+    with OutputsWriter(tmp_path, identity={}) as writer:
+        for share, rows in [(0.0, 0), (1.0, 60), (0.5, 60)]:
+            now += share * writer_module.COMMIT_SECONDS
+            writer.append(some())
+            assert recorded() == rows
     assert recorded() == 90
 
 
@@ -117,14 +117,14 @@ def test_rows_are_committed_every_few_seconds(tmp_path, monkeypatch):
     ],
 )
 def test_batch_that_does_not_fit_is_refused_and_changes_nothing(batch, message, tmp_path):
-    folder, data = tmp_path / "data", some(40)
-    with OutputsWriter(folder, **SAME) as writer:
+    data = some(40)
+    with OutputsWriter(tmp_path, **SAME) as writer:
         writer.append(data[:30])
         with pytest.raises(DataError, match=message):
             writer.append(batch)
         writer.append(data[30:])
         writer.finish()
-    assert bits(open_outputs(folder)) == bits(data)
+    assert bits(open_outputs(tmp_path)) == bits(data)
 
 
 def test_nothing_cannot_be_finished(tmp_path):
@@ -169,24 +169,19 @@ def test_complete_folder_is_written_again_only_when_told(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda f: os.truncate(f / "targets.npy", 150),
-            r"\(208 bytes\) in .*targets\.npy, found .* and 150 bytes",
-        ),
+        (lambda f: os.truncate(f / "targets.npy", 150), r"\(208 bytes\) in .*targets\.npy, found .* and 150 bytes"),
         (lambda f: (f / "targets.npy").unlink(), "No such file"),
         (lambda f: np.save(f / "targets.npy", np.zeros(10)), "found .*f8"),
         (lambda f: change_manifest(f, version=7), "version 1, found 7"),
     ],
 )
 def test_unfinished_folder_that_was_changed_is_refused(change, message, tmp_path):
-    folder = tmp_path / "data"
-    with OutputsWriter(folder, **SAME) as writer:
-        writer.append(some()[:10])
-    change(folder)
+    left(tmp_path, some()[:10])
+    change(tmp_path)
     with pytest.raises(FileError, match=message):
-        OutputsWriter(folder, **SAME)
-    written(folder, some(), force=True)  # the lock is free, and starting over helps
-    assert bits(open_outputs(folder)) == bits(some())
+        OutputsWriter(tmp_path, **SAME)
+    written(tmp_path, some(), force=True)  # the lock is free, and starting over helps
+    assert bits(open_outputs(tmp_path)) == bits(some())
 
 
 # Full disks, two writers.
@@ -216,23 +211,16 @@ def test_writing_goes_on_when_there_is_room_again(tmp_path):
 
 
 def test_what_went_wrong_first_is_told(tmp_path, monkeypatch):
-    def left(error):
-        with OutputsWriter(tmp_path / "data", identity={}) as writer:
-            writer.append(some())
-            monkeypatch.setattr(os, "replace", full)
-            if error is not None:
-                raise error
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    def full_disk():
+        monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
 
     with pytest.raises(FileError, match=r"No space left.*first 0 rows are safe"):
-        left(None)
+        left(tmp_path, some(), full_disk)
     monkeypatch.undo()
     with pytest.raises(ZeroDivisionError):
-        left(ZeroDivisionError())
+        left(tmp_path, some(), lambda: full_disk() or 1 / 0)
     monkeypatch.undo()
-    with OutputsWriter(tmp_path / "data", identity={}) as writer:  # the lock is free
+    with OutputsWriter(tmp_path, **SAME) as writer:  # the lock is free
         assert writer.rows == 0
 
 
@@ -285,13 +273,9 @@ def test_second_writer_is_refused_at_once(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_runs_go_on_to_the_same_bytes(tmp_path):
     # In a process of its own, which has no threads: it forks children and kills them.
-    code = "import sys; from tests.test_folder import kill_children, Path; kill_children(Path(sys.argv[1]))"
+    code = "import sys; from tests.test_folder import *; folder = Path(sys.argv[1])"
+    code += "; kill_with_worker(folder), kill_at_steps(folder)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=ROOT, timeout=100)
-
-
-def kill_children(folder: Path) -> None:
-    kill_with_worker(folder)
-    kill_at_steps(folder)
 
 
 def kill_with_worker(folder: Path) -> None:
@@ -315,34 +299,19 @@ def kill_with_worker(folder: Path) -> None:
         os.kill(worker, signal.SIGKILL)
 
 
-def exit_status(run: Callable[[], None]) -> int:
-    """Runs something in a fork and waits for it: 0 if it ran to its end, less if it was killed."""
-    number = os.fork()
-    if not number:
-        status = 1
-        try:
-            run()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
-
-
 def kill_at_step(n: int) -> None:
     """Lets this process be killed before or after a write, a wait for the disk or a rename, the nth of all."""
-    left = n
+    moments = count(1)
 
-    def count() -> None:
-        nonlocal left
-        left -= 1
-        if not left:
+    def live_on() -> None:
+        if next(moments) == n:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def counted(step: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            count()
+            live_on()
             found = step(*args, **kwargs)
-            count()
+            live_on()
             return found
 
         return run
@@ -359,31 +328,28 @@ def kill_at_steps(folder: Path) -> None:
     data = some(10)
     written(folder / "whole", data, 4)
     expected = contents(folder / "whole")
-    deaths, left_with = 0, set()
-    while True:
-        target = folder / f"killed at {deaths + 1}"
+    left_with: set[Any] = set()
 
-        def run(step: int = deaths + 1, target: Path = target) -> None:
-            kill_at_step(step)
-            written(target, data, 4)
+    def killed(step: int, target: Path) -> None:
+        kill_at_step(step)
+        written(target, data, 4)
 
-        status = exit_status(run)
-        if status == 0:
+    for step in count(1):
+        target = folder / f"killed at {step}"
+        child = get_context("fork").Process(target=killed, args=(step, target))
+        child.start()
+        child.join()
+        if child.exitcode == 0:
             break
-        assert status == -signal.SIGKILL, status
-        deaths += 1
-        if complete(target):
+        assert child.exitcode == -signal.SIGKILL
+        manifest = target / "outputs.json"
+        if manifest.exists() and json.loads(manifest.read_text())["complete"]:
             left_with.add("complete")
         else:
             with OutputsWriter(target, **SAME) as writer:
                 left_with.add(writer.rows)
             written(target, data, 4)
-        assert contents(target) == expected, deaths
+        assert contents(target) == expected, step
         shutil.rmtree(target)
-    assert deaths > 50, deaths
+    assert step > 51
     assert left_with == {0, 4, 8, 10, "complete"}, left_with
-
-
-def complete(folder: Path) -> bool:
-    manifest = folder / "outputs.json"
-    return manifest.exists() and bool(json.loads(manifest.read_text())["complete"])
