@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ class TinyNet(nn.Module):
         return self.fc(self.features(x))
 
 
+tiny_net, other_net = TinyNet, partial(TinyNet, seed=1)
+
+
 class WithFeatures(nn.Module):
     """The same, returning its features by name as compiled networks must."""
 
@@ -64,14 +68,6 @@ class Pair(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         features = self.net.features(x)
         return features, self.net.fc(features)
-
-
-def tiny_net() -> TinyNet:
-    return TinyNet()
-
-
-def other_net() -> TinyNet:
-    return TinyNet(seed=1)
 
 
 def mean_of_pixels() -> Any:
@@ -101,9 +97,8 @@ def png(row: int) -> bytes:
 
 def raw(rows: int) -> Tensor:
     """The images as a network sees them without a transform."""
-    return torch.stack(
-        [torch.from_numpy(np.asarray(image(row)).transpose(2, 0, 1).copy()) / 255.0 for row in range(rows)]
-    )
+    pixels = np.stack([np.asarray(image(row)) for row in range(rows)])
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous() / 255.0
 
 
 def images(rows: int) -> list[Any]:
@@ -124,9 +119,8 @@ def outputs(predictor: Predictor, inputs: list[Any]) -> Outputs:
 
 def collected(data: Any, folder: Path, **options: Any) -> Outputs:
     """The small network's outputs for rows of data, in a folder."""
-    backbone, collate = Backbone(TinyNet(), None, None), Collate(PLAIN, torch.float32)
-    options = {"identity": data.identity, "batch_size": 4, **options}
-    return collect_to_folder(backbone, data, folder, collate=collate, **options)
+    options = {"identity": data.identity, "batch_size": 4, "collate": Collate(PLAIN, torch.float32), **options}
+    return collect_to_folder(Backbone(TinyNet(), None, None), data, folder, **options)
 
 
 def image_folder(folder: Path, rows: int) -> Tensor:
@@ -141,9 +135,8 @@ def image_folder(folder: Path, rows: int) -> Tensor:
 
 def write_parquet(path: Path, columns: dict[str, Any], group: int | None = None) -> Path:
     """A Parquet file of some columns, in groups of so many rows."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table(columns), path, row_group_size=group)
+    table = pytest.importorskip("pyarrow").table(columns)
+    pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=group)
     return path
 
 

@@ -88,9 +88,6 @@ def assert_equal_fits(found: FMGP, expected: FMGP) -> None:
     assert same(numbers(found), numbers(expected))
 
 
-# On the GPU.
-
-
 @cuda
 @pytest.mark.parametrize("case", CASES)
 def test_a_graph_gives_the_numbers_of_ordinary_steps(case, calls):
@@ -215,9 +212,6 @@ def test_a_factor_that_fails_in_ordinary_steps_too_says_so(calls):
     assert calls == {"graph": 2, "plain": 1, "captured": 1}
 
 
-# On the GPU, with the data on the host.
-
-
 @cuda
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("case", ["regression", "a thousand classes"])
@@ -263,9 +257,6 @@ def test_reading_ahead_does_not_disturb_the_capture(monkeypatch, calls):
     monkeypatch.setattr(DrawnBatches, "_read", long)
     assert_equal_fits(fit("ten classes", options=few, data=data), expected)
     assert calls["plain"] == 0
-
-
-# What can be seen without a GPU.
 
 
 @pytest.mark.parametrize(
@@ -353,9 +344,6 @@ def test_a_loss_that_stays_bad_is_reported_with_its_step():
 
     with pytest.raises(TrainingError, match="became nan at step 7 of 10"):
         descend(loss, "cpu", "graph")
-
-
-# Batches by step, and read ahead.
 
 
 def test_rows_of_a_step_do_not_depend_on_the_block_it_is_read_in():

@@ -184,9 +184,6 @@ def test_unfinished_folder_that_was_changed_is_refused(change, message, tmp_path
     assert bits(open_outputs(tmp_path)) == bits(some())
 
 
-# Full disks, two writers.
-
-
 def test_full_disk_keeps_what_there_was_room_for(tmp_path, eager):
     folder, data = tmp_path / "data", some(1000)
     message = r"Expected to write .*data, found that it cannot be .*first 300 rows are safe: make room"
@@ -265,9 +262,6 @@ def test_second_writer_is_refused_at_once(tmp_path):
         writer.finish()
     assert bits(open_outputs(folder)) == bits(some())
     save_outputs(some(9), folder, force=True)
-
-
-# Killed runs.
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -52,9 +52,8 @@ def test_latents_are_those_of_their_matrices():
 def test_gaussian_energy_is_its_integral(alpha, residual, variance, noise):
     tensors = (torch.tensor([[v]], dtype=DOUBLE) for v in (residual, variance))
     ours = gaussian_energy(*tensors, torch.tensor(noise, dtype=DOUBLE), alpha)
-    assert float(ours) == pytest.approx(
-        oracles.gaussian_energy_by_quadrature(residual, variance, noise, alpha), abs=1e-6
-    )
+    expected = oracles.gaussian_energy_by_quadrature(residual, variance, noise, alpha)
+    assert float(ours) == pytest.approx(expected, abs=1e-6)
 
 
 def test_energy_at_zero_alpha_is_the_limit():
@@ -83,20 +82,17 @@ def test_several_outputs_train_on_what_log_prob_reports():
     likelihood.initialize(outputs, targets)
     latent = random_latent(5, 3)
     mean, target = likelihood.standardize(outputs, targets)
-    energy = likelihood.energy(mean, latent, target, 1.0)
-    log_prob = likelihood.predictive(outputs, latent).log_prob(targets)
-    torch.testing.assert_close(energy - likelihood.scale.log().sum(), log_prob)
+    energy = likelihood.energy(mean, latent, target, 1.0) - likelihood.scale.log().sum()
+    torch.testing.assert_close(energy, likelihood.predictive(outputs, latent).log_prob(targets))
 
 
 def test_regression_units_come_back():
     """Scaling and shifting y scales what is predicted, and nothing else."""
-    outputs, targets = torch.randn(6, 1, dtype=DOUBLE), torch.randn(6, 1, dtype=DOUBLE)
-    latent = random_latent(6, 1)
-    predictions = []
-    for scale, shift in ((1.0, 0.0), (1000.0, -5.0)):
+    data, latent, predictions = torch.randn(2, 6, 1, dtype=DOUBLE), random_latent(6, 1), []
+    for outputs, targets in (data, 1000.0 * data - 5.0):
         likelihood = Gaussian()
-        likelihood.initialize(scale * outputs + shift, scale * targets + shift)
-        predictions.append(likelihood.predictive(scale * outputs + shift, latent))
+        likelihood.initialize(outputs, targets)
+        predictions.append(likelihood.predictive(outputs, latent))
     torch.testing.assert_close(predictions[1].std, 1000.0 * predictions[0].std)
     torch.testing.assert_close(predictions[1].noise, 1e6 * predictions[0].noise)
 
@@ -114,13 +110,11 @@ def test_temperature_scaling_is_the_shared_constant_variance():
 def test_pairwise_form_is_gauge_invariant_and_the_papers_is_not():
     """Trap 7: softmax ignores c·1 added to the logits and 11ᵀ added to their covariance."""
     mu, latent = logits(8, 5), random_latent(8, 5)
-    shifted = mu + torch.randn(8, 1, dtype=DOUBLE)
-    wider = DenseLatent(latent.covariance() + 3.0)
+    shifted, wider = mu + torch.randn(8, 1, dtype=DOUBLE), DenseLatent(latent.covariance() + 3.0)
     for form, same in (("pairwise", True), ("logit_scaling", False)):
-        likelihood = Categorical(prediction=form)
-        reference = likelihood.predictive(mu, latent).log_probs
-        for other in (likelihood.predictive(shifted, latent), likelihood.predictive(mu, wider)):
-            assert torch.allclose(other.log_probs, reference, atol=1e-9) == same
+        predictive = Categorical(prediction=form).predictive
+        for other in (predictive(shifted, latent), predictive(mu, wider)):
+            assert torch.allclose(other.log_probs, predictive(mu, latent).log_probs, atol=1e-9) == same
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0, 1000.0])
@@ -146,12 +140,9 @@ def test_monte_carlo_converges_to_brute_force():
     mu, latent = logits(3, 4), random_latent(3, 4)
     pred = Categorical(temperature=0.8, prediction="monte_carlo", samples=200_000).predictive(mu, latent)
     factor = torch.linalg.cholesky(latent.covariance())
-    g = torch.Generator().manual_seed(123)
-    total = torch.zeros(3, 4, dtype=DOUBLE)
-    for _ in range(20):
-        noise = torch.randn(20_000, 3, 4, dtype=DOUBLE, generator=g)
-        total += ((mu + torch.einsum("ncd,snd->snc", factor, noise)) / 0.8).softmax(-1).mean(0)
-    torch.testing.assert_close(pred.probs, total / 20, rtol=0, atol=5e-3)
+    noise = torch.randn(400_000, 3, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(123))
+    expected = ((mu + torch.einsum("ncd,snd->snc", factor, noise)) / 0.8).softmax(-1).mean(0)
+    torch.testing.assert_close(pred.probs, expected, rtol=0, atol=5e-3)
     # It is seeded, and does not depend on the rows beside it.
     few = Categorical(prediction="monte_carlo")
     alone = few.predictive(mu[2:3], DenseLatent(latent.covariance()[2:3]))
@@ -187,18 +178,11 @@ def test_energy_gradients_agree_with_finite_differences():
     assert torch.autograd.gradcheck(drawn_energy, (torch.rand(2, 4, dtype=DOUBLE).requires_grad_(),), atol=1e-7)
 
 
-@pytest.mark.parametrize("form", ["pairwise", "logit_scaling"])
-def test_scaling_forms_are_for_alpha_one_only(form):
-    """Trap 6."""
-    with pytest.raises(OptionError, match="monte_carlo"):
-        Categorical(training=form).check_alpha(0.5)
-    Categorical(training=form).check_alpha(1.0)
-    Categorical(training="monte_carlo").check_alpha(0.5)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Categorical(training="pairwise").check_alpha(0.5), "monte_carlo"),  # trap 6
+        (lambda: Categorical(training="logit_scaling").check_alpha(0.5), "monte_carlo"),
         (lambda: Gaussian(noise="none"), "per_output"),
         (lambda: Categorical(temperature=0.0), "positive temperature"),
         (lambda: Categorical(training="magic"), "pairwise"),
@@ -208,12 +192,14 @@ def test_scaling_forms_are_for_alpha_one_only(form):
 def test_impossible_likelihoods_are_refused(make, message):
     with pytest.raises(OptionError, match=message):
         make()
+    for form, alpha in (("pairwise", 1.0), ("logit_scaling", 1.0), ("monte_carlo", 0.5)):
+        Categorical(training=form).check_alpha(alpha)
 
 
 @pytest.mark.parametrize("likelihood", [Gaussian("per_output"), Categorical(temperature=1.7)])
 def test_the_curvature_is_the_hessian_of_the_negative_log_likelihood(likelihood):
     g = torch.Generator().manual_seed(0)
-    outputs, targets = (torch.randn(4, 3, dtype=torch.float64, generator=g) for _ in range(2))
+    outputs, targets = torch.randn(2, 4, 3, dtype=DOUBLE, generator=g)
     likelihood.initialize(outputs, targets)
     likelihood.reset()
     y = targets if likelihood.task == "regression" else targets.argmax(-1)

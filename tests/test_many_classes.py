@@ -40,8 +40,7 @@ FEW_STEPS: dict[str, Any] = {"num_inducing": M, "batch_size": BATCH, "steps": 3}
 class Largest(TorchDispatchMode):
     """Notes the largest tensor that any operation makes, forwards or backwards; views of another make nothing."""
 
-    numbers = 0
-    shape: tuple[int, ...] = ()
+    numbers, shape = 0, ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -71,9 +70,6 @@ def bound(rows: int) -> int:
     return allowed
 
 
-# The largest tensor.
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_no_step_makes_a_tensor_of_rows_x_inducing_points_x_classes(form, monkeypatch):
     seen, step = Largest(), PlainSteps.step
@@ -88,18 +84,14 @@ def test_no_step_makes_a_tensor_of_rows_x_inducing_points_x_classes(form, monkey
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_fit_reads_or_makes_more_than_a_few_batches_at_once(form):
-    outputs, steps = many(100), {"steps": 25, "eval_every": 25}
+def test_no_fit_or_prediction_reads_or_makes_more_than_a_few_batches_at_once(form):
+    outputs, steps = many(100), 25
+    options = {**FEW_STEPS, "steps": steps, "eval_every": steps, **FORMS[form]}
     with Largest() as seen:
-        FMGP(None, "classification", **{**FEW_STEPS, **steps, **FORMS[form]}).fit(outputs, val=outputs[:60])
-    assert steps["steps"] * BATCH * CLASSES > 2 * MAX_VALUES
+        method = FMGP(None, "classification", **options).fit(outputs, val=outputs[:60])
+    assert steps * BATCH * CLASSES > 2 * MAX_VALUES
     assert seen.numbers <= max(bound(60), MAX_VALUES), seen.shape
     assert BATCH * M * CLASSES > MAX_VALUES
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_no_prediction_makes_a_tensor_of_rows_x_inducing_points_x_classes(form):
-    method = FMGP(None, "classification", **FEW_STEPS, **FORMS[form]).fit(many(100))
     with Largest() as seen:
         method.predict(many(60))
     assert 60 * CLASSES <= seen.numbers <= bound(60), seen.shape
@@ -107,9 +99,6 @@ def test_no_prediction_makes_a_tensor_of_rows_x_inducing_points_x_classes(form):
     with Largest() as seen:
         assert sum(map(len, method.stream(outputs))) == 2500
     assert seen.numbers <= MOST_OUTPUTS, seen.shape  # a part at a time, however many rows there are
-
-
-# The low-rank form is the dense one.
 
 
 OWNERS: dict[str, tuple[int, list[int]]] = {
@@ -169,9 +158,6 @@ def test_low_rank_form_gives_the_numbers_and_gradients_of_the_dense_one(answer, 
             torch.testing.assert_close(grad, other, rtol=1e-10, atol=1e-10)
 
 
-# However many rows.
-
-
 def sparse_folder(folder: Path, rows: int, classes: int = 3) -> Outputs:
     """A mapped folder of so many rows, zeros but for some targets, which takes no room on the disk."""
     widths = {"outputs": ("float32", (classes,)), "targets": ("int64", ()), "features": ("float32", (WIDTH,))}
@@ -226,14 +212,12 @@ def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(rows, tmp
 
 @pytest.mark.filterwarnings("ignore:Expected labels of at least two classes")
 def test_the_form_of_the_variance_is_chosen_from_some_of_very_many_rows(tmp_path, rows_read, monkeypatch):
-    few = replace(selection.SELECTION, max_rows=3000, enough_rows=500)
-    monkeypatch.setattr(selection, "SELECTION", few)
-    looked_at: list[int] = []
-    compare = selection.compare
+    monkeypatch.setattr(selection, "SELECTION", replace(selection.SELECTION, max_rows=3000, enough_rows=500))
+    compare, looked_at = selection.compare, []
 
-    def counting(job, *more):
+    def counting(*args):
         before = rows_read["all"]
-        found = compare(job, *more)
+        found = compare(*args)
         looked_at.append(rows_read["all"] - before)
         return found
 
@@ -243,15 +227,9 @@ def test_the_form_of_the_variance_is_chosen_from_some_of_very_many_rows(tmp_path
     assert 3000 < looked_at[0] < 1_000_000
 
 
-# Memory.
-
 STATUS = Path("/proc/self/status")
-linux = pytest.mark.skipif(not STATUS.exists(), reason="/proc tells how much memory is used, and is not here")
-
-
-def memory_of_this_process(what: str) -> int:
-    """In bytes; "VmHWM" is the most it ever held."""
-    return int(STATUS.read_text().split(f"{what}:")[1].split()[0]) * 1024
+ROOM = 60 * 10**6
+"""Bytes, in which not even one column of ten million numbers in float64 fits."""
 
 
 def fit_ten_million_rows_in_little_memory(folder: Path) -> None:
@@ -262,15 +240,11 @@ def fit_ten_million_rows_in_little_memory(folder: Path) -> None:
     assert outputs.nbytes > 4 * ROOM
     fit = FMGP(None, "classification", steps=20, num_inducing=20).fit
     fit(many(200, 3))  # so that libraries have what they need
-    limit = memory_of_this_process("VmData") + ROOM
+    limit = 1024 * int(STATUS.read_text().split("VmData:")[1].split()[0]) + ROOM
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     fit(outputs)
 
 
-ROOM = 60 * 10**6
-"""Bytes, in which not even one column of ten million numbers in float64 fits."""
-
-
-@linux
+@pytest.mark.skipif(not STATUS.exists(), reason="/proc tells how much memory is used, and is not here")
 def test_ten_million_rows_stay_in_their_file(tmp_path):
     assert end_of(start(fit_ten_million_rows_in_little_memory, tmp_path / "outputs")) == 0

@@ -294,9 +294,6 @@ def test_tied_points_stand_in_random_order(points):
     assert m.selective_risk(score, loss).tolist() == pytest.approx(np.mean(curves, 0).tolist())
 
 
-# What all of them refuse.
-
-
 def test_figures_refuse_the_other_task():
     (regression, _), (classes, _) = real_case(), class_case()
     for figure in (m.accuracy, m.ece, m.brier):

@@ -89,9 +89,6 @@ def loader(x: Tensor, y: Tensor, size: int = 10) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x.split(size), y.split(size), strict=True))
 
 
-# The network comes back as it was.
-
-
 @pytest.mark.parametrize("layer", [None, "body.0"])
 @pytest.mark.parametrize("cache", [True, False])
 def test_network_is_as_it_was_after_fit_and_predict(cache, layer):
@@ -160,9 +157,6 @@ def test_global_random_state_is_untouched(form):
     assert np.array_equal(np.random.get_state()[1], state)
 
 
-# Its own answers are the means.
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("task", "outputs", "flat"),
@@ -180,9 +174,6 @@ def test_mean_is_the_networks_eval_output_to_the_bit(task, outputs, flat, dtype)
     assert pred.latent.variance.shape == expected.shape
     assert pred.latent.variance.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert not pred.latent.mean.requires_grad
-
-
-# It is run as often as it should be.
 
 
 def test_network_runs_once_a_row_with_a_cache_and_at_every_step_without():
@@ -217,9 +208,6 @@ def test_without_a_cache_fresh_draws_of_the_data_are_seen():
         FMGP(mlp(), "regression", cache=False, **QUICK).fit(iter(loader(inputs(), values())))
 
 
-# Features.
-
-
 def features_of(model: nn.Module, x: Tensor, layer: str | None = None) -> Any:
     return collect(Backbone(model, layer, None), [x], features=True, inputs=False).features
 
@@ -252,9 +240,6 @@ def test_network_without_a_linear_falls_back_to_its_inputs():
     model = nn.Sequential(nn.Conv1d(1, 1, WIDTH), nn.Flatten())
     method = FMGP(model, "regression", **QUICK).fit((inputs()[:, None], values()))
     assert method.head.coordinates.spaces == ["inputs"]
-
-
-# Kinds of predictors and of data.
 
 
 def test_callable_may_return_numpy_and_the_same_buffer_every_time():
@@ -365,8 +350,6 @@ def test_outputs_may_be_of_many_rows_and_arrays_or_lists():
     assert Outputs([[0.5], [1.5]], [1, 2]).outputs.shape == (2, 1)
 
 
-# Kernels on two spaces.
-
 TWO_SPACES = RBF(on="inputs") * (Linear(on="features") + White())
 
 
@@ -404,9 +387,6 @@ def test_kernel_on_the_outputs_needs_neither_features_nor_inputs():
     torch.testing.assert_close(method.predict(bare).latent.variance, method.predict(inputs()).latent.variance)
 
 
-# Several at once.
-
-
 def test_threads_do_not_take_each_others_features():
     model, x = mlp().eval(), inputs(400)
     method = FMGP(model, "regression", **QUICK).fit((inputs(), values()))
@@ -440,9 +420,6 @@ def test_heads_and_networks_of_inference_mode_serve_outside_it(tmp_path):
     assert torch.equal(loaded.predict(inputs()).latent.variance, method.predict(inputs()).latent.variance)
     assert FMGP(model, "regression", **QUICK).fit((x, values())).fitted
     assert torch.equal(loaded.predict(x).latent.mean, in_eval(mlp(), inputs()))
-
-
-# Advice.
 
 
 def test_single_points_and_lists_of_numbers_are_met_with_advice():

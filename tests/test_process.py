@@ -77,8 +77,7 @@ def test_classes_without_inducing_points_keep_the_prior_unless_b_couples_them():
     assert (variance[:, :2] < prior[:, None]).all()
     with torch.no_grad():
         process.coupling.factor[3, 0] = 0.9
-    coupled_variance = process(x)[0].variance[:, 3]
-    assert (coupled_variance < prior * (1 + 0.81) - 1e-6).all()
+    assert (process(x)[0].variance[:, 3] < prior * (1 + 0.81) - 1e-6).all()
 
 
 def shared(c):
@@ -94,10 +93,8 @@ def test_a_shared_variance_is_that_of_independent_copies():
     latent, kl = process(x)
     torch.testing.assert_close(latent.covariance(), latent.variance[:, :1, None] * torch.eye(3, dtype=DOUBLE))
     # the same process written as coupled outputs, B = I, one set of inducing points a class
-    z = {"inputs": process.z["inputs"].detach().repeat(3, 1)}
-    classes = torch.arange(3).repeat_interleave(4)
-    copies = Process(process.kernel, Inducing(z, classes), 3, OutputCovariance(3), start=0.7)
-    expected, full = copies(x)
+    inducing = Inducing({"inputs": process.z["inputs"].detach().repeat(3, 1)}, torch.arange(3).repeat_interleave(4))
+    expected, full = Process(process.kernel, inducing, 3, OutputCovariance(3), start=0.7)(x)
     torch.testing.assert_close(latent.covariance(), expected.covariance())
     torch.testing.assert_close(3 * kl, full)
 
@@ -105,19 +102,15 @@ def test_a_shared_variance_is_that_of_independent_copies():
 def test_objective_is_the_paper_s_with_the_batch_scaled():
     """N/|B| Σ energy - KL, by hand, over N."""
     process, x = shared(1), {"inputs": torch.randn(5, 2, dtype=DOUBLE)}
-    likelihood = Gaussian()
-    target = torch.randn(5, 1, dtype=DOUBLE)
+    likelihood, target = Gaussian(), torch.randn(5, 1, dtype=DOUBLE)
     loss = Objective(process, likelihood, 1.0, 50)(TrainingBatch(x, torch.zeros_like(target), target))
     latent, kl = process(x)
-    total = latent.variance + likelihood.noise
-    log_density = torch.distributions.Normal(0.0, total.sqrt()).log_prob(target)
-    expected = (50 / 5) * log_density.sum() - kl
-    torch.testing.assert_close(-50 * loss, expected)
+    log_density = torch.distributions.Normal(0.0, (latent.variance + likelihood.noise).sqrt()).log_prob(target)
+    torch.testing.assert_close(-50 * loss, (50 / 5) * log_density.sum() - kl)
 
 
 def test_objective_gradients_agree_with_finite_differences():
-    process, x = coupled(m=4, c=3)
-    likelihood = Categorical()
+    (process, x), likelihood = coupled(m=4, c=3), Categorical()
     batch = TrainingBatch(x, 3 * torch.randn(5, 3, dtype=DOUBLE), torch.tensor([0, 1, 2, 0, 1]))
     objective = Objective(process, likelihood, 1.0, 50)
     objective(batch).backward()
@@ -135,12 +128,9 @@ def test_objective_gradients_agree_with_finite_differences():
 def test_memorised_data_teach_no_variance_and_unmemorised_ones_do():
     """Trap 10."""
     g = torch.Generator().manual_seed(0)
-    labels = torch.randint(3, (400,), generator=g)
-    features = torch.randn(400, 2, generator=g)
+    labels, features = torch.randint(3, (400,), generator=g), torch.randn(400, 2, generator=g)
     confident = 12.0 * torch.nn.functional.one_hot(labels, 3).float()
-    wrong = labels.clone()
-    wrong[:100] = (labels[:100] + 1) % 3
-    entropies = []
+    wrong, entropies = torch.cat([(labels[:100] + 1) % 3, labels[100:]]), []
     for truth in (labels, wrong):
         bayes = FMGP(None, "classification", num_inducing=10, steps=300, lr=0.03)
         pred = bayes.fit(Outputs(confident, truth, features)).predict(Outputs(confident, None, features))
@@ -154,14 +144,13 @@ def test_an_underconfident_network_is_sharpened_by_the_temperature():
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(1000, 4, generator=g)
     labels = torch.multinomial((3.0 * logits).softmax(-1), 1, generator=g).squeeze(1)
-    bayes = FMGP(None, "classification", num_inducing=10, steps=400, lr=0.02).fit(Outputs(logits, labels))
-    pred = bayes.predict(Outputs(logits))
+    data, options = Outputs(logits, labels), {"num_inducing": 10, "steps": 400, "lr": 0.02}
+    pred = FMGP(None, "classification", **options).fit(data).predict(data)
     assert float(pred.temperature) < 0.6
     assert torch.equal(pred.latent.mean, logits)
-    fixed = FMGP(None, Categorical(temperature=1.0), num_inducing=10, steps=400, lr=0.02).fit(Outputs(logits, labels))
+    fixed = FMGP(None, Categorical(temperature=1.0), **options).fit(data)
     assert float(fixed.head.likelihood.temperature) == 1.0
-    gap = fixed.predict(Outputs(logits)).log_prob(labels).mean() - pred.log_prob(labels).mean()
-    assert float(gap) < -0.05
+    assert float((fixed.predict(data).log_prob(labels) - pred.log_prob(labels)).mean()) < -0.05
 
 
 def test_units_of_the_features_do_not_matter_unless_asked():

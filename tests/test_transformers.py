@@ -103,9 +103,6 @@ def test_hugging_face_models_that_cannot_be_used_are_refused(hub, name, inputs, 
         outputs(predictor(f"hf:{hub / name}"), inputs or images(1))
 
 
-# Data sets
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     """The same rows as a data set saved to disk, as one of several splits, and as files in a folder."""
