@@ -53,7 +53,7 @@ class Stream:
 
     first: int = 0
 
-    def skip(self, rows: int) -> Stream:
+    def skip(self, rows: int):
         return Stream(self.first + rows)
 
     def __iter__(self):
@@ -132,25 +132,21 @@ def test_the_command_collects_a_folder_of_images(tmp_path):
         run(NET, tmp_path / "images", "-o", tmp_path / "o", *TRUSTED, "--workers", 0)
 
 
-def test_a_finished_folder_is_left_alone_unless_forced(tmp_path):
+def test_a_finished_folder_is_left_alone_unless_forced_and_none_is_begun_where_a_predictor_cannot_be_opened(tmp_path):
     np.savez(tmp_path / "d.npz", inputs=raw(4).numpy())
     args = (NET, tmp_path / "d.npz", "-o", tmp_path / "o", *TRUSTED, "--workers", 0)
     assert "without targets" in run(*args)
     with pytest.raises(FileError, match="complete"):
         run(*args)
     run(*args, "--force")
-
-
-def test_nothing_is_begun_with_a_predictor_that_cannot_be_opened(tmp_path):
-    np.savez(tmp_path / "d.npz", inputs=raw(4).numpy())
     for predictor, options, error in [
         (NET, (), OptionError),
         (NET, (*TRUSTED, "--layer", "nowhere"), LayerError),
         ("resnet50", (), OptionError),
     ]:
         with pytest.raises(error):
-            run(predictor, tmp_path / "d.npz", "-o", tmp_path / "o", *options)
-        assert not (tmp_path / "o").exists()
+            run(predictor, tmp_path / "d.npz", "-o", tmp_path / "never", *options)
+        assert not (tmp_path / "never").exists()
 
 
 def test_an_interrupted_command_goes_on_to_the_same_bytes(tmp_path, monkeypatch):

@@ -150,34 +150,26 @@ def test_draws_on_the_gpu_go_on_too(tmp_path, calls):
     assert calls["graph"] == 0  # draws cannot be replayed
 
 
-class Same:
-    """Batches for an objective that looks only at their number."""
-
-    fixed, weight, ahead = True, 1.0, 4
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    def block(self, step: int, count: int) -> Numbers:
-        return Numbers(torch.arange(step, step + count, dtype=torch.float64, device=self.device))
-
-
 class Numbers:
     """A block, or a batch, of one tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Numbers:
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Numbers":
         return Numbers(change(self.tensor))
 
 
 def descend(loss: Callable[[Tensor, Tensor], Tensor], device: str, way: str | None) -> tuple[list[float], History]:
     """Trains two numbers, for ten steps, on a loss of them and of the number of the step."""
     parameter = nn.Parameter(torch.tensor([0.3, -0.2], dtype=torch.float64, device=device))
-    source, training = Same(device), Training(steps=10, lr=0.1)
-    graph = CUDA_GRAPH[way]
-    history = train(lambda batch: loss(parameter, batch.tensor), [parameter], source, training, cuda_graph=graph)
+
+    def block(step: int, count: int) -> Numbers:
+        return Numbers(torch.arange(step, step + count, dtype=torch.float64, device=device))
+
+    source: Any = SimpleNamespace(fixed=True, weight=1.0, ahead=4, block=block)
+    objective, training = lambda batch: loss(parameter, batch.tensor), Training(steps=10, lr=0.1)
+    history = train(objective, [parameter], source, training, cuda_graph=CUDA_GRAPH[way])
     return parameter.tolist(), history
 
 
@@ -356,15 +348,6 @@ def test_rows_of_a_step_do_not_depend_on_the_block_it_is_read_in():
     assert 0 <= int(whole.min()) < int(whole.max()) < 1000
 
 
-@pytest.fixture
-def read_ahead(monkeypatch):
-    """Batches as they are read for a GPU."""
-    monkeypatch.setattr(Outputs, "pinned", lambda self: self)
-    batches = drawn_batches()
-    with ThreadPoolExecutor(1) as batches.reader:
-        yield batches
-
-
 def drawn_batches() -> DrawnBatches:
     data, likelihood = reals(200), Gaussian()
     likelihood.initialize(data.outputs, data.targets)
@@ -372,21 +355,15 @@ def drawn_batches() -> DrawnBatches:
     return DrawnBatches(view, likelihood, 7, 0, Ranks())
 
 
-def test_blocks_are_read_ahead_and_in_any_order(read_ahead):
-    plain = drawn_batches()
-    for step, count in [(0, 5), (5, 5), (10, 2), (12, 5), (3, 5)]:
-        assert torch.equal(read_ahead.block(step, count).target, plain.block(step, count).target)
-        assert list(read_ahead.next) == [(step + count, count)]  # before anybody wanted it
-    assert not plain.next
-
-
-def test_an_error_of_the_reader_is_not_lost(read_ahead, monkeypatch):
-    def read(step, count):
-        if step == 5:
-            raise OSError("the disk is gone")
-        return reals(7 * count)
-
-    monkeypatch.setattr(read_ahead, "_read", read)
-    read_ahead.block(0, 5)
-    with pytest.raises(OSError, match="the disk is gone"):
-        read_ahead.block(5, 5)
+def test_blocks_are_read_ahead_in_any_order_and_an_error_of_the_reader_is_not_lost(monkeypatch):
+    monkeypatch.setattr(Outputs, "pinned", lambda self: self)  # as for a GPU
+    plain, ahead = drawn_batches(), drawn_batches()
+    with ThreadPoolExecutor(1) as ahead.reader:
+        for step, count in [(0, 5), (5, 5), (10, 2), (12, 5), (3, 5)]:
+            assert torch.equal(ahead.block(step, count).target, plain.block(step, count).target)
+            assert list(ahead.next) == [(step + count, count)]  # before anybody wanted it
+        assert not plain.next
+        monkeypatch.setattr(ahead, "_read", Mock(side_effect=[reals(35), OSError("the disk is gone")]))
+        ahead.block(0, 5)
+        with pytest.raises(OSError, match="the disk is gone"):
+            ahead.block(5, 5)

@@ -7,6 +7,7 @@ from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -57,32 +58,21 @@ def assert_unchanged(model: nn.Module, before: dict[str, Any]) -> None:
         assert after[key] == before[key], key
 
 
-class Fussy(Noisy):
-    """`Noisy`, raising on the batch whose number is `fails_at`."""
-
-    def __init__(self, fails_at: int | None = None, error: type[BaseException] = RuntimeError) -> None:
-        super().__init__()
-        self.fails_at, self.error, self.calls = fails_at, error, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls - 1 == self.fails_at:
-            raise self.error("the network fell over")
-        return super().forward(x)
-
-
-def lived_in(model: nn.Module) -> nn.Module:
+def lived_in() -> Any:
     """A network in use: mixed training flags, a frozen layer, a gradient, hooks of the user's own."""
-    model.train()
-    body = model.get_submodule("body")
-    body.get_submodule("1").eval()
-    body.get_submodule("0").requires_grad_(False)
-    weight = model.get_parameter("last.weight")
-    weight.grad = torch.full_like(weight, 0.25)
-    model.get_submodule("last").register_forward_pre_hook(lambda part, args: None)
-    for part in (model, model.get_submodule("last")):
+    model: Any = Noisy().train()
+    model.body[0].requires_grad_(False)
+    model.body[1].eval()
+    model.last.weight.grad = torch.full_like(model.last.weight, 0.25)
+    model.last.register_forward_pre_hook(lambda part, args: None)
+    for part in (model, model.last):
         part.register_forward_hook(lambda part, args, out: None)
     return model
+
+
+def fail_at(model: nn.Module, batch: int, error: type[BaseException] = RuntimeError) -> None:
+    """Lets a network raise on a batch after so many others."""
+    model.register_forward_pre_hook(Mock(side_effect=[None] * batch + [error("the network fell over")]))
 
 
 def loader(x: Tensor, y: Tensor, size: int = 10) -> list[tuple[Tensor, Tensor]]:
@@ -92,7 +82,7 @@ def loader(x: Tensor, y: Tensor, size: int = 10) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("layer", [None, "body.0"])
 @pytest.mark.parametrize("cache", [True, False])
 def test_network_is_as_it_was_after_fit_and_predict(cache, layer):
-    model = lived_in(Noisy())
+    model = lived_in()
     before = portrait(model)
     method = FMGP(model, "regression", cache=cache, layer=layer, **QUICK).fit(loader(inputs(), values()))
     assert_unchanged(model, before)
@@ -103,7 +93,8 @@ def test_network_is_as_it_was_after_fit_and_predict(cache, layer):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize(("cache", "fails_at"), [(True, 2), (False, 2), (False, 4)])  # 3 batches a pass
 def test_network_is_as_it_was_after_an_exception_in_fit(cache, fails_at, error):
-    model = lived_in(Fussy(fails_at, error))
+    model = lived_in()
+    fail_at(model, fails_at, error)
     before, method = portrait(model), FMGP(model, "regression", cache=cache, **QUICK)
     with pytest.raises(error, match="fell over") as kept:  # alive with its traceback, as in a notebook or a logger
         method.fit(loader(inputs(), values()))
@@ -114,10 +105,9 @@ def test_network_is_as_it_was_after_an_exception_in_fit(cache, fails_at, error):
 
 
 def test_network_is_as_it_was_after_an_exception_in_predict():
-    model = Fussy()
+    model = lived_in()
     method = FMGP(model, "regression", **QUICK).fit((inputs(), values()))
-    model.calls, model.fails_at = 0, 1
-    lived_in(model)
+    fail_at(model, 1)
     before = portrait(model)
     with pytest.raises(RuntimeError) as kept:
         method.predict(iter(inputs().split(10)))
@@ -234,11 +224,8 @@ def test_features_are_the_input_of_the_last_linear_or_the_output_of_the_named_la
     states = in_eval(recurrent.gru, x[:, None])[0]
     assert torch.equal(features_of(recurrent, x, "gru"), states.flatten(1))
     assert torch.equal(features_of(recurrent, x), 2.0 * states[:, -1])
-
-
-def test_network_without_a_linear_falls_back_to_its_inputs():
-    model = nn.Sequential(nn.Conv1d(1, 1, WIDTH), nn.Flatten())
-    method = FMGP(model, "regression", **QUICK).fit((inputs()[:, None], values()))
+    without_linear = nn.Sequential(nn.Conv1d(1, 1, WIDTH), nn.Flatten())
+    method = FMGP(without_linear, "regression", **QUICK).fit((x[:, None], values()))
     assert method.head.coordinates.spaces == ["inputs"]
 
 
@@ -248,10 +235,8 @@ def test_callable_may_return_numpy_and_the_same_buffer_every_time():
     pred = FMGP(lambda x: np.asarray(x) @ weight, "regression", **QUICK).fit((x, y)).predict(x)
     assert np.array_equal(pred.latent.mean.numpy(), x @ weight)
 
-    def reusing(batch):
-        return buffer.copy_(batch.sum(1, keepdim=True))
-
-    fitted_on = collect(Backbone(reusing, None, None), iter(inputs().split(10)), features=False, inputs=False)
+    reusing = Backbone(lambda batch: buffer.copy_(batch.sum(1, keepdim=True)), None, None)
+    fitted_on = collect(reusing, iter(inputs().split(10)), features=False, inputs=False)
     assert torch.equal(fitted_on.outputs, inputs().sum(1, keepdim=True))
 
 
@@ -353,7 +338,7 @@ def test_outputs_may_be_of_many_rows_and_arrays_or_lists():
 TWO_SPACES = RBF(on="inputs") * (Linear(on="features") + White())
 
 
-def test_kernel_on_two_spaces_reads_both_of_them():
+def test_kernel_reads_the_spaces_that_it_is_on():
     model, x = mlp(3), inputs()
     method = FMGP(model, "classification", kernel=TWO_SPACES, **QUICK).fit((x, labels()))
     at = recorded(model, x)
@@ -361,6 +346,8 @@ def test_kernel_on_two_spaces_reads_both_of_them():
     for features, inputs_ in ((2.0 * at.features, x), (at.features, x + 0.5)):
         moved = method.predict(Outputs(at.outputs, None, features, inputs_)).latent.variance
         assert not torch.allclose(moved, method.predict(at).latent.variance)
+    method = FMGP(model, "classification", kernel=RBF(on="outputs"), **QUICK).fit((x, labels()))  # needs neither
+    torch.testing.assert_close(method.predict(Outputs(at.outputs)).latent.variance, method.predict(x).latent.variance)
 
 
 @pytest.mark.parametrize("inducing", ["kmeans", "random", "per_class"])
@@ -378,13 +365,6 @@ def test_blocks_of_an_inducing_point_start_from_one_data_point(inducing):
         torch.testing.assert_close(points["inputs"][row], at_inputs.detach(), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(points["features"][row], at_features.detach(), rtol=1e-5, atol=1e-6)
     assert all((trained.process.z[space] != z[space]).any() for space in z)
-
-
-def test_kernel_on_the_outputs_needs_neither_features_nor_inputs():
-    model = mlp(3)
-    method = FMGP(model, "classification", kernel=RBF(on="outputs"), **QUICK).fit((inputs(), labels()))
-    bare = Outputs(recorded(model, inputs()).outputs)
-    torch.testing.assert_close(method.predict(bare).latent.variance, method.predict(inputs()).latent.variance)
 
 
 def test_threads_do_not_take_each_others_features():

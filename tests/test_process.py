@@ -25,14 +25,11 @@ def coupled(seed=0, m=7, c=4, rank=None, classes=None):
     z = {"inputs": torch.randn(m, 2, dtype=DOUBLE, generator=g)}
     kernel.initialize(z, "inputs")
     b = OutputCovariance(c, rank, g)
-    with torch.no_grad():
-        b.factor += 0.5 * torch.randn(b.factor.shape, dtype=DOUBLE, generator=g)
+    b.factor.data += 0.5 * torch.randn(b.factor.shape, dtype=DOUBLE, generator=g)
     z_class = torch.randint(c, (m,), generator=g) if classes is None else torch.tensor(classes)
     process = Process(kernel, Inducing(z, z_class), c, b, start=1.0)
-    with torch.no_grad():
-        process.l_raw += torch.randn(m, m, dtype=DOUBLE, generator=g)
-    x = {"inputs": torch.randn(5, 2, dtype=DOUBLE, generator=g)}
-    return process, x
+    process.l_raw.data += torch.randn(m, m, dtype=DOUBLE, generator=g)
+    return process, {"inputs": torch.randn(5, 2, dtype=DOUBLE, generator=g)}
 
 
 def dense(process, x):
@@ -69,14 +66,11 @@ def test_what_is_kept_between_predictions_follows_the_parameters():
 def test_classes_without_inducing_points_keep_the_prior_unless_b_couples_them():
     """Trap 12."""
     process, x = coupled(m=3, c=4, classes=[0, 0, 1])
-    with torch.no_grad():
-        process.coupling.factor.copy_(torch.eye(4, dtype=DOUBLE))
-    variance = process(x)[0].variance
-    prior = process.kernel.diag(x)
+    process.coupling.factor.data.copy_(torch.eye(4, dtype=DOUBLE))
+    variance, prior = process(x)[0].variance, process.kernel.diag(x)
     torch.testing.assert_close(variance[:, 2:], prior[:, None].expand(-1, 2))
     assert (variance[:, :2] < prior[:, None]).all()
-    with torch.no_grad():
-        process.coupling.factor[3, 0] = 0.9
+    process.coupling.factor.data[3, 0] = 0.9
     assert (process(x)[0].variance[:, 3] < prior * (1 + 0.81) - 1e-6).all()
 
 
