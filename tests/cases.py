@@ -1,7 +1,5 @@
 """Small networks, data and comparisons that several test files share."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small network for images and data for it, which the tests of collecting share; named there by import strings."""
 
-from __future__ import annotations
-
 import io
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Collecting into a folder: from Python and from the command line, killed and resumed, refused where it must be."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from itertools import count

@@ -1,7 +1,5 @@
 """Steps from a CUDA graph, and data kept on the host: the numbers of ordinary steps on resident data, to the bit."""
 
-from __future__ import annotations
-
 import functools
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Data named by strings: folders of images, Parquet and `.npz` files, row by row what was put into them."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from typing import Any

@@ -1,7 +1,5 @@
 """The code and the commands in README and docs run, and their links lead somewhere."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

@@ -1,7 +1,5 @@
 """ELLA against the linearized Laplace approximation computed densely, and against laplace-torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

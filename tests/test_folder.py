@@ -1,7 +1,5 @@
 """A folder written in batches: what was committed survives kills, full disks and second writers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

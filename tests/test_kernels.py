@@ -1,7 +1,5 @@
 """Kernels against textbook formulas and GPyTorch."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Energies and predictives against quadrature, Monte Carlo and each other; likelihoods of other packages."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Many classes, many rows: no tensor grows with classes x inducing points, and no step with the number of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Metrics against scikit-learn, quadrature and definitions written as loops."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise, permutations
 

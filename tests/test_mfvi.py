@@ -1,7 +1,5 @@
 """MFVI: flipout and the KL against their definitions, the fit against the closed form of linear regression."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from itertools import count

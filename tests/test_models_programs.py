@@ -1,7 +1,5 @@
 """Networks saved as programs (TorchScript, torch.export, ONNX): each returns what the network returns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

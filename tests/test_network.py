@@ -1,7 +1,5 @@
 """The user's network is only read: it comes back as it was, and its own answers are the means."""
 
-from __future__ import annotations
-
 import random
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Plots: what is drawn, into which axes, and what they refuse."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

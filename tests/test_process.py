@@ -1,7 +1,5 @@
 """The process: coupled outputs against a dense computation, shared variances, two-space kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

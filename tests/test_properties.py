@@ -1,7 +1,5 @@
 """Whatever the shapes, dtypes and degeneracies of the data, a fit ends and its predictions are sound."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -1,7 +1,5 @@
 """Hugging Face's models and data sets, made here and saved as they are on the hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
