@@ -29,15 +29,9 @@ ROOT = Path(__file__).parent.parent
 SAME: dict[str, Any] = {"identity": {"network": "abc"}}
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    """Every append is committed."""
-    monkeypatch.setattr(writer_module, "COMMIT_SECONDS", 0.0)
-
-
-def assert_same_bytes_as_a_whole_run(folder: Path, data: Outputs, size: int = 30) -> None:
+def assert_same_bytes_as_a_whole_run(folder: Path, data: Outputs) -> None:
     whole = folder.parent / "whole"
-    written(whole, data, size)
+    written(whole, data, 30)
     assert contents(folder) == contents(whole)
 
 
@@ -182,7 +176,8 @@ def test_unfinished_folder_that_was_changed_is_refused(change, message, tmp_path
     assert bits(open_outputs(tmp_path)) == bits(some())
 
 
-def test_full_disk_keeps_what_there_was_room_for(tmp_path, eager):
+def test_full_disk_keeps_what_there_was_room_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer_module, "COMMIT_SECONDS", 0.0)  # every append is committed
     folder, data = tmp_path / "data", some(1000)
     message = r"Expected to write .*data, found that it cannot be .*first 300 rows are safe: make room"
     with small_files(10_000), pytest.raises(FileError, match=message):  # 354 rows of features
@@ -219,7 +214,7 @@ def test_what_went_wrong_first_is_told(tmp_path, monkeypatch):
         assert writer.rows == 0
 
 
-def test_rows_are_on_the_disk_before_they_count(tmp_path, eager, monkeypatch):
+def test_rows_are_on_the_disk_before_they_count(tmp_path, monkeypatch):
     synced: dict[str, int] = {}
     moved: list[tuple[int, bool]] = []
     fsync, replace = os.fsync, os.replace
@@ -240,6 +235,7 @@ def test_rows_are_on_the_disk_before_they_count(tmp_path, eager, monkeypatch):
 
     if not Path("/proc/self/fd").exists():
         pytest.skip("reads /proc")
+    monkeypatch.setattr(writer_module, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(os, "fsync", recording_fsync)
     monkeypatch.setattr(os, "replace", checking_replace)
     folder, data = tmp_path.resolve() / "data", some(10)

@@ -32,7 +32,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "separable": {"variance": "separable"},
     "low rank": {"variance": "per_output"},
 }
-FEW_STEPS: dict[str, Any] = {"num_inducing": M, "batch_size": BATCH, "steps": 3}
 
 
 class Largest(TorchDispatchMode):
@@ -69,24 +68,19 @@ def bound(rows: int) -> int:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_step_makes_a_tensor_of_rows_x_inducing_points_x_classes(form, monkeypatch):
-    seen, step = Largest(), PlainSteps.step
+def test_no_step_fit_or_prediction_makes_a_tensor_of_rows_x_inducing_points_x_classes(form, monkeypatch):
+    """Nor do they read or make more than a few batches at once."""
+    outputs, steps, step, in_steps = many(100), 25, PlainSteps.step, Largest()
 
     def watched(*args):
-        with seen:
+        with in_steps:
             return step(*args)
 
     monkeypatch.setattr(PlainSteps, "step", watched)
-    FMGP(None, "classification", **FEW_STEPS, **FORMS[form]).fit(many(200))
-    assert BATCH * CLASSES <= seen.numbers <= bound(BATCH), seen.shape
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_no_fit_or_prediction_reads_or_makes_more_than_a_few_batches_at_once(form):
-    outputs, steps = many(100), 25
-    options = {**FEW_STEPS, "steps": steps, "eval_every": steps, **FORMS[form]}
+    options = {"num_inducing": M, "batch_size": BATCH, "steps": steps, "eval_every": steps, **FORMS[form]}
     with Largest() as seen:
         method = FMGP(None, "classification", **options).fit(outputs, val=outputs[:60])
+    assert BATCH * CLASSES <= in_steps.numbers <= bound(BATCH), in_steps.shape
     assert steps * BATCH * CLASSES > 2 * MAX_VALUES
     assert seen.numbers <= max(bound(60), MAX_VALUES), seen.shape
     assert BATCH * M * CLASSES > MAX_VALUES

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
 from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc.errors import OptionError
@@ -123,12 +124,10 @@ def test_the_kl_is_that_of_torch_distributions(moves):
     q = MeanField(weights, 0.3, moves=moves)
     for i, p in enumerate([*q.log_std.values(), *q.shift.values()]):
         p.data += torch.randn(p.shape, generator=G().manual_seed(i))
-    expected = 0.0
+    expected, prior = 0.0, Normal(torch.tensor(0.0).double(), torch.tensor(2.5).double() ** -0.5)
     for name, mean in q.mean().items():
         assert torch.equal(mean, weights[name]) != moves
-        normal = torch.distributions.Normal(mean.double(), q.std()[name].double())
-        prior = torch.distributions.Normal(torch.tensor(0.0).double(), torch.tensor(2.5).double() ** -0.5)
-        expected += torch.distributions.kl_divergence(normal, prior).sum()
+        expected += kl_divergence(Normal(mean.double(), q.std()[name].double()), prior).sum()
     torch.testing.assert_close(q.kl(2.5), expected, rtol=1e-6, atol=0)
 
 
@@ -148,8 +147,7 @@ def test_linear_regression_has_its_mean_field_posterior(means, weight, count):
     method = MFVI(network, "regression", means=means, kl_weight=weight, **options)
     method.fit((x, y.repeat(1, copies)), num_data=count)
     noise = float(method.predict(x).noise[0, 0])
-    variance = (2 * method.log_std["weight"].mean(0)).exp()
-    mean = method.mean["weight"].detach().mean(0)
+    variance, mean = (2 * method.log_std["weight"].mean(0)).exp(), method.mean["weight"].detach().mean(0)
     torch.testing.assert_close(1 / variance, alpha + x.square().sum(0) / (cold * noise), rtol=0.06, atol=0)
     residual = (y[:, 0] - x @ mean).square().mean() + (x.square() @ variance).mean()
     assert noise == pytest.approx(float(residual), rel=0.01)

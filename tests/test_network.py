@@ -15,23 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from posthoc import FMGP, RBF, DataError, LayerError, Linear, Outputs, White
 from posthoc.collect.network import Backbone, collect
-from tests.cases import (
-    HIDDEN,
-    QUICK,
-    WIDTH,
-    AnyWidth,
-    N,
-    Noisy,
-    answers,
-    in_eval,
-    inputs,
-    labels,
-    mlp,
-    numbers,
-    recorded,
-    same,
-    values,
-)
+from tests.cases import QUICK, WIDTH, N, Noisy, answers, in_eval, inputs, labels, mlp, numbers, recorded, same, values
 
 
 def portrait(model: nn.Module) -> dict[str, Any]:
@@ -112,7 +96,7 @@ def test_network_is_as_it_was_after_an_exception_in_predict():
     assert_unchanged(model, before)
     assert "your model" in kept.value.__notes__[0]
     # The next model runs on its batch; it is the head that refuses the width.
-    model = AnyWidth().train()
+    model = nn.Sequential(nn.AdaptiveAvgPool1d(1), nn.Linear(1, 1)).train()
     method = FMGP(model, "regression", kernel=RBF(on="inputs"), **QUICK).fit((inputs(), values()))
     before = portrait(model)
     with pytest.raises(DataError) as kept:
@@ -217,7 +201,7 @@ def test_features_are_the_input_of_the_last_linear_or_the_output_of_the_named_la
     parts = {None: model.body, "body.0": model.body[0], "body.2": model.body[:3], "last": model}
     for layer, part in parts.items():
         assert torch.equal(features_of(model, x, layer), in_eval(part, x)), layer
-    in_place = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(inplace=True), nn.Linear(HIDDEN, 1))
+    in_place = nn.Sequential(nn.Linear(WIDTH, 6), nn.ReLU(inplace=True), nn.Linear(6, 1))
     assert torch.equal(features_of(in_place, x, "0"), in_eval(in_place[0], x))
     states = in_eval(recurrent.gru, x[:, None])[0]
     assert torch.equal(features_of(recurrent, x, "gru"), states.flatten(1))
@@ -245,7 +229,7 @@ class Encoder(nn.Module):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(5)
-            self.embedding, self.classifier = nn.Embedding(10, HIDDEN), nn.Linear(HIDDEN, 3)
+            self.embedding, self.classifier = nn.Embedding(10, 6), nn.Linear(6, 3)
         self.answer = answer
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
@@ -278,7 +262,7 @@ def test_mappings_in_the_manner_of_hugging_face(form, answer):
     logits = expected["logits"] if answer is dict else expected.logits
     torch.testing.assert_close(method.predict(data).latent.mean, logits)
     assert torch.equal(method.predict(unlabelled).latent.mean, logits)
-    assert method.head.coordinates.width("features") == HIDDEN
+    assert method.head.coordinates.width("features") == 6
 
 
 class TwoInputs(nn.Module):
@@ -401,7 +385,7 @@ def test_heads_and_networks_of_inference_mode_serve_outside_it(tmp_path):
 
 
 def test_single_points_and_lists_of_numbers_are_met_with_advice():
-    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, 1))
+    model = nn.Sequential(nn.Linear(WIDTH, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
     method = FMGP(model, "regression", **QUICK).fit((inputs(), values()))
     with pytest.raises(ValueError, match="expected 2D or 3D input") as caught:
         method.predict(inputs()[0])
