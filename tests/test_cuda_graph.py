@@ -207,7 +207,7 @@ def test_a_factor_that_fails_in_ordinary_steps_too_says_so(calls):
 @pytest.mark.parametrize("case", ["regression", "a thousand classes"])
 def test_data_on_the_host_give_the_numbers_of_resident_ones(case, mapped, tmp_path, monkeypatch):
     def run(data):
-        away: list[bool] = []
+        away = []
 
         class Noting(DrawnBatches):
             def __init__(self, *args):
@@ -275,15 +275,14 @@ def test_a_graph_is_for_one_gpu_batches_of_one_shape_and_no_draws(devices, fixed
 class PretendedGraph:
     """Does again, by hand, what a captured step does."""
 
-    def replay(self) -> None:
+    def replay(self):
         self.step()
 
 
 @pytest.fixture
 def pretended(monkeypatch):
     """CUDA graphs on the CPU: a capture notes the step, a replay takes it."""
-    taken: list[Callable[[], None]] = []
-    original = GraphSteps._step
+    taken, original = [], GraphSteps._step
 
     def step(self):
         taken.append(lambda: original(self))

@@ -37,7 +37,8 @@ FORMS: dict[str, dict[str, Any]] = {
 class Largest(TorchDispatchMode):
     """Notes the largest tensor that any operation makes, forwards or backwards; views of another make nothing."""
 
-    numbers, shape = 0, ()
+    numbers = 0
+    shape: tuple[int, ...] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
