@@ -1,8 +1,7 @@
 """A small network for images and data for it, which the tests of collecting share; named there by import strings."""
 
-from __future__ import annotations
-
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,10 @@ class TinyNet(nn.Module):
         return self.pool(self.norm(self.conv(x)).relu()).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc(self.features(x))
-        return out
+        return self.fc(self.features(x))
+
+
+tiny_net, other_net = TinyNet, partial(TinyNet, seed=1)
 
 
 class WithFeatures(nn.Module):
@@ -65,14 +66,6 @@ class Pair(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         features = self.net.features(x)
         return features, self.net.fc(features)
-
-
-def tiny_net() -> TinyNet:
-    return TinyNet()
-
-
-def other_net() -> TinyNet:
-    return TinyNet(seed=1)
 
 
 def mean_of_pixels() -> Any:
@@ -102,9 +95,8 @@ def png(row: int) -> bytes:
 
 def raw(rows: int) -> Tensor:
     """The images as a network sees them without a transform."""
-    return torch.stack(
-        [torch.from_numpy(np.asarray(image(row)).transpose(2, 0, 1).copy()) / 255.0 for row in range(rows)]
-    )
+    pixels = np.stack([np.asarray(image(row)) for row in range(rows)])
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous() / 255.0
 
 
 def images(rows: int) -> list[Any]:
@@ -125,9 +117,8 @@ def outputs(predictor: Predictor, inputs: list[Any]) -> Outputs:
 
 def collected(data: Any, folder: Path, **options: Any) -> Outputs:
     """The small network's outputs for rows of data, in a folder."""
-    backbone, collate = Backbone(TinyNet(), None, None), Collate(PLAIN, torch.float32)
-    options = {"identity": data.identity, "batch_size": 4, **options}
-    return collect_to_folder(backbone, data, folder, collate=collate, **options)
+    options = {"identity": data.identity, "batch_size": 4, "collate": Collate(PLAIN, torch.float32), **options}
+    return collect_to_folder(Backbone(TinyNet(), None, None), data, folder, **options)
 
 
 def image_folder(folder: Path, rows: int) -> Tensor:
@@ -142,9 +133,8 @@ def image_folder(folder: Path, rows: int) -> Tensor:
 
 def write_parquet(path: Path, columns: dict[str, Any], group: int | None = None) -> Path:
     """A Parquet file of some columns, in groups of so many rows."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table(columns), path, row_group_size=group)
+    table = pytest.importorskip("pyarrow").table(columns)
+    pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=group)
     return path
 
 

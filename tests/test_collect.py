@@ -1,10 +1,9 @@
 """Collecting into a folder: from Python and from the command line, killed and resumed, refused where it must be."""
 
-from __future__ import annotations
-
 import json
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,16 +17,7 @@ from posthoc.cli.collect import collect
 from posthoc.collect import open_outputs, read_identity
 from posthoc.collect.network import Backbone
 from posthoc.collect.to_folder import collect_to_folder
-from tests.collecting_cases import (
-    NET,
-    TRANSFORM,
-    TinyNet,
-    assert_close,
-    contents,
-    expected,
-    image_folder,
-    raw,
-)
+from tests.collecting_cases import NET, TRANSFORM, TinyNet, assert_close, contents, expected, image_folder, raw
 
 ROWS = 23
 TRUSTED = ("--trust-code", "--weights", "none")
@@ -55,58 +45,44 @@ class Counted(TensorDataset):
         return super().__getitem__(row)
 
 
+@dataclass
 class Stream:
     """Rows that can only be gone through, of an unknown number."""
 
-    def __init__(self, first: int = 0) -> None:
-        self.first = first
+    first: int = 0
 
-    def skip(self, rows: int) -> Stream:
+    def skip(self, rows: int):
         return Stream(self.first + rows)
 
     def __iter__(self):
         return (dataset()[row] for row in range(self.first, ROWS))
 
 
-def fails_at(batch: int):
-    """A predictor that breaks down at its n-th batch."""
-    net, numbers = TinyNet().eval(), count(1)
-
-    def predict(x):
-        if next(numbers) == batch:
-            raise RuntimeError("out of memory")
-        return net(x)
-
-    return Backbone(predict, None, None)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("data", [dataset, Stream])
 def test_a_dataset_becomes_a_mapped_folder(tmp_path, data, workers):
-    net = TinyNet().train()
-    found = collect_to_folder(
-        Backbone(net, None, None), data(), tmp_path / "o", identity={}, inputs=True, batch_size=5, workers=workers
-    )
+    net, options = TinyNet().train(), {"identity": {}, "inputs": True, "batch_size": 5, "workers": workers}
+    found = collect_to_folder(Backbone(net, None, None), data(), tmp_path, **options)
     assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3), "outputs", "targets", "features", "inputs")
-    assert_close(open_outputs(tmp_path / "o"), found, "outputs", "targets", "features", "inputs")
+    assert_close(open_outputs(tmp_path), found, "outputs", "targets", "features", "inputs")
     assert net.training
 
 
 def test_a_resumed_run_reads_only_what_is_left(tmp_path):
-    with pytest.raises(RuntimeError, match="out of memory"):
-        collect_to_folder(fails_at(3), dataset(), tmp_path, identity={}, batch_size=5)
-    rest = Counted(*dataset().tensors)
-    found = collect_to_folder(fails_at(0), rest, tmp_path, identity={}, batch_size=5)
+    numbers, rest, net = count(1), Counted(*dataset().tensors), TinyNet().eval()
+    fails = Backbone(lambda x: net(x) if next(numbers) != 3 else 1 / 0, None, None)
+    with pytest.raises(ZeroDivisionError):
+        collect_to_folder(fails, dataset(), tmp_path, identity={}, batch_size=5)
+    found = collect_to_folder(fails, rest, tmp_path, identity={}, batch_size=5)
     assert rest.read == list(range(10, ROWS))
     assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3), "outputs", "targets")
 
 
 def test_another_network_layer_or_choice_of_inputs_is_refused(tmp_path):
     first, other = Backbone(TinyNet(), None, None), Backbone(TinyNet(seed=1), None, None)
-    collect_to_folder(first, dataset(), tmp_path, identity={"data": "a"})
+    same, digest = {"identity": {"data": "a"}}, "'[0-9a-f]{8}:[0-9a-f]{8}'"
+    collect_to_folder(first, dataset(), tmp_path, **same)
     before = contents(tmp_path)
-    same: dict[str, Any] = {"identity": {"data": "a"}}
-    digest = "'[0-9a-f]{8}:[0-9a-f]{8}'"
     for backbone, options, message in [
         (other, same, rf"made with other weights or layers \(network: {digest} there, {digest} now\)\. Collect"),
         (Backbone(TinyNet(), "pool", None), same, "of something else .layer: 'input of fc' there, 'pool' now"),
@@ -117,26 +93,26 @@ def test_another_network_layer_or_choice_of_inputs_is_refused(tmp_path):
         with pytest.raises(FileError, match=message):
             collect_to_folder(backbone, dataset(), tmp_path, **options)
     assert contents(tmp_path) == before
-    found = collect_to_folder(other, dataset(), tmp_path, identity={"data": "a"}, force=True)
+    found = collect_to_folder(other, dataset(), tmp_path, **same, force=True)
     assert_close(found, expected(raw(ROWS), torch.arange(ROWS) % 3, TinyNet(seed=1)), "outputs", "targets", "features")
 
 
 def test_options_empty_data_and_lost_rows_are_refused(tmp_path):
-    backbone = Backbone(TinyNet(), None, None)
-    for options, message in [({"batch_size": 0}, "batch_size"), ({"workers": -1}, "workers")]:
-        with pytest.raises(OptionError, match=message):
-            collect_to_folder(backbone, dataset(), tmp_path / "o", identity={}, **options)
-    with pytest.raises(DataError, match="at least one row"):
-        collect_to_folder(backbone, [], tmp_path / "o", identity={})
-    loses = Backbone(lambda x: x.flatten(1)[:1], None, None)
-    with pytest.raises(DataError, match=f"Expected {ROWS} rows of outputs, got 5"):
-        collect_to_folder(loses, raw(ROWS), tmp_path / "o", identity={}, batch_size=5)
+    for network, data, options, error, message in [
+        (TinyNet(), dataset(), {"batch_size": 0}, OptionError, "batch_size"),
+        (TinyNet(), dataset(), {"workers": -1}, OptionError, "workers"),
+        (TinyNet(), [], {}, DataError, "at least one row"),
+        (lambda x: x[:1, 0, 0], raw(ROWS), {"batch_size": 5}, DataError, f"Expected {ROWS} rows of outputs, got 5"),
+    ]:
+        with pytest.raises(error, match=message):
+            collect_to_folder(Backbone(network, None, None), data, tmp_path / "o", identity={}, **options)
 
 
 def test_progress_is_shown_where_it_is_wanted(tmp_path, capfd):
-    collect_to_folder(Backbone(TinyNet(), None, None), dataset(), tmp_path / "a", identity={}, progress=True)
+    backbone = Backbone(TinyNet(), None, None)
+    collect_to_folder(backbone, dataset(), tmp_path / "a", identity={}, progress=True)
     assert f"{ROWS}/{ROWS}" in capfd.readouterr().err
-    collect_to_folder(Backbone(TinyNet(), None, None), dataset(), tmp_path / "b", identity={})
+    collect_to_folder(backbone, dataset(), tmp_path / "b", identity={})
     assert capfd.readouterr().err == ""
 
 
@@ -154,33 +130,28 @@ def test_the_command_collects_a_folder_of_images(tmp_path):
         run(NET, tmp_path / "images", "-o", tmp_path / "o", *TRUSTED, "--workers", 0)
 
 
-def test_a_finished_folder_is_left_alone_unless_forced(tmp_path):
+def test_a_finished_folder_is_left_alone_unless_forced_and_none_is_begun_where_a_predictor_cannot_be_opened(tmp_path):
     np.savez(tmp_path / "d.npz", inputs=raw(4).numpy())
     args = (NET, tmp_path / "d.npz", "-o", tmp_path / "o", *TRUSTED, "--workers", 0)
     assert "without targets" in run(*args)
     with pytest.raises(FileError, match="complete"):
         run(*args)
     run(*args, "--force")
-
-
-def test_nothing_is_begun_with_a_predictor_that_cannot_be_opened(tmp_path):
-    np.savez(tmp_path / "d.npz", inputs=raw(4).numpy())
     for predictor, options, error in [
         (NET, (), OptionError),
         (NET, (*TRUSTED, "--layer", "nowhere"), LayerError),
         ("resnet50", (), OptionError),
     ]:
         with pytest.raises(error):
-            run(predictor, tmp_path / "d.npz", "-o", tmp_path / "o", *options)
-        assert not (tmp_path / "o").exists()
+            run(predictor, tmp_path / "d.npz", "-o", tmp_path / "never", *options)
+        assert not (tmp_path / "never").exists()
 
 
 def test_an_interrupted_command_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
-    labels, forward, batches = image_folder(tmp_path / "images", ROWS), TinyNet.forward, []
+    labels, forward, batches = image_folder(tmp_path / "images", ROWS), TinyNet.forward, count(1)
 
     def interrupted(net, x):
-        batches.append(x)
-        if len(batches) == 4:
+        if next(batches) == 4:
             raise KeyboardInterrupt
         return forward(net, x)
 
@@ -193,6 +164,5 @@ def test_an_interrupted_command_goes_on_to_the_same_bytes(tmp_path, monkeypatch)
     run(*args, "-o", tmp_path / "whole")
     assert contents(tmp_path / "o") == contents(tmp_path / "whole")
     x = raw(ROWS) - 0.5
-    wanted = expected(x, labels)
-    features = TinyNet().conv(x)
-    assert_close(open_outputs(tmp_path / "o"), type(wanted)(wanted.outputs, labels, features, x), *vars(wanted))
+    wanted = replace(expected(x, labels), features=TinyNet().conv(x), inputs=x)
+    assert_close(open_outputs(tmp_path / "o"), wanted, *vars(wanted))

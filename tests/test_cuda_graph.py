@@ -1,18 +1,16 @@
 """Steps from a CUDA graph, and data kept on the host: the numbers of ordinary steps on resident data, to the bit."""
 
-from __future__ import annotations
-
 import functools
 import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -64,14 +62,14 @@ def fit(case: str, *, way: str | None = None, options: dict[str, Any] | None = N
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def calls(monkeypatch):
     """How often blocks were taken by a graph and step by step, and how often a graph was captured."""
     counts = {"graph": 0, "plain": 0, "captured": 0}
 
-    def count(kind: type, method: str, name: str) -> None:
+    def count(kind, method, name):
         original = getattr(kind, method)
 
-        def counted(*args: Any) -> Any:
+        def counted(*args):
             counts[name] += 1
             return original(*args)
 
@@ -83,50 +81,44 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-# On the GPU.
+def assert_equal_fits(found: FMGP, expected: FMGP) -> None:
+    assert found.history == expected.history
+    assert same(numbers(found), numbers(expected))
 
 
 @cuda
 @pytest.mark.parametrize("case", CASES)
-def test_a_graph_gives_the_numbers_of_ordinary_steps(case: str, calls: dict[str, int]) -> None:
+def test_a_graph_gives_the_numbers_of_ordinary_steps(case, calls):
     replayed = fit(case)  # it is the default there
-    assert calls["graph"] > 1
-    assert calls["captured"] == 1
+    assert calls["graph"] > calls["captured"] == 1
     assert calls["plain"] == 0
     plain = fit(case, way="plain")
     assert calls["plain"] > 1
-    assert replayed.history.losses == plain.history.losses
-    assert same(numbers(replayed), numbers(plain))
+    assert_equal_fits(replayed, plain)
     assert len(plain.history.losses) == STEPS
 
 
 @cuda
-def test_early_stopping_in_a_graph(calls: dict[str, int]) -> None:
-    watched = {"lr": 0.1, "eval_every": 3, "patience": 2}
+def test_early_stopping_in_a_graph(calls):
     data = classes(400, c=10)
     sure = data.with_targets(data.outputs.argmax(-1))  # right where it learns, wrong where it is watched
-    replayed, plain = (
-        fit("ten classes", way=way, options=watched, data=sure, val=data[:60]) for way in ("graph", "plain")
-    )
+    watched = {"options": {"lr": 0.1, "eval_every": 3, "patience": 2}, "data": sure, "val": data[:60]}
+    replayed, plain = (fit("ten classes", way=way, **watched) for way in ("graph", "plain"))
     assert calls["captured"] == 1
-    assert replayed.history == plain.history
-    assert same(numbers(replayed), numbers(plain))
+    assert_equal_fits(replayed, plain)
     assert 6 <= len(plain.history.losses) < STEPS
 
 
 @cuda
-def test_a_graph_that_was_interrupted_goes_on_to_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def head(name: str, **more: Any) -> bytes:
+def test_a_graph_that_was_interrupted_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
+    def head(name, **more):
         method = fit("ten classes", val=classes(60, c=10, seed=1), **more)
         method.save(tmp_path / name)
         return (tmp_path / name).read_bytes()
 
-    expected, folder, run = head("expected"), tmp_path / "folder", GraphSteps.run
-    blocks = iter(range(4))
+    expected, folder, run, blocks = head("expected"), tmp_path / "folder", GraphSteps.run, iter(range(4))
 
-    def stopping(self: GraphSteps, block: Any, lrs: list[float]) -> list[float]:
+    def stopping(self, block, lrs):
         if next(blocks, None) is None:
             raise KeyboardInterrupt
         return run(self, block, lrs)
@@ -141,8 +133,8 @@ def test_a_graph_that_was_interrupted_goes_on_to_the_same_bytes(
 
 
 @cuda
-def test_draws_on_the_gpu_go_on_too(tmp_path: Path, calls: dict[str, int]) -> None:
-    def run(**more: Any) -> FMGP:
+def test_draws_on_the_gpu_go_on_too(tmp_path, calls):
+    def run(**more):
         likelihood = Categorical(training="monte_carlo", samples=4)
         return FMGP(None, likelihood, device="cuda", **SMALL).fit(classes(400, c=5), **more)
 
@@ -152,22 +144,8 @@ def test_draws_on_the_gpu_go_on_too(tmp_path: Path, calls: dict[str, int]) -> No
         patch.setattr(PlainSteps, "step", lambda *args: step(*args) if next(taken, None) is not None else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(checkpoint=tmp_path, checkpoint_every=20)
-    found = run(checkpoint=tmp_path, resume=True)
-    assert same(numbers(found), numbers(expected))
-    assert found.history == expected.history
+    assert_equal_fits(run(checkpoint=tmp_path, resume=True), expected)
     assert calls["graph"] == 0  # draws cannot be replayed
-
-
-class Same:
-    """Batches for an objective that looks only at their number."""
-
-    fixed, weight = True, 1.0
-
-    def __init__(self, device: str, ahead: int = 4) -> None:
-        self.device, self.ahead = device, ahead
-
-    def block(self, step: int, count: int) -> Numbers:
-        return Numbers(torch.arange(step, step + count, dtype=torch.float64, device=self.device))
 
 
 class Numbers:
@@ -176,23 +154,21 @@ class Numbers:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Numbers:
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Numbers":
         return Numbers(change(self.tensor))
 
 
-def descend(
-    loss: Callable[[Tensor, Tensor], Tensor], device: str, way: str | None, steps: int = 10
-) -> tuple[Tensor, History]:
-    """Trains two numbers on a loss of them and of the number of the step."""
+def descend(loss: Callable[[Tensor, Tensor], Tensor], device: str, way: str | None) -> tuple[list[float], History]:
+    """Trains two numbers, for ten steps, on a loss of them and of the number of the step."""
     parameter = nn.Parameter(torch.tensor([0.3, -0.2], dtype=torch.float64, device=device))
-    history = train(
-        lambda batch: loss(parameter, batch.tensor),
-        [parameter],
-        Same(device),
-        Training(steps=steps, lr=0.1),
-        cuda_graph=CUDA_GRAPH[way],
-    )
-    return parameter.detach().cpu(), history
+
+    def block(step: int, count: int) -> Numbers:
+        return Numbers(torch.arange(step, step + count, dtype=torch.float64, device=device))
+
+    source: Any = SimpleNamespace(fixed=True, weight=1.0, ahead=4, block=block)
+    objective, training = lambda batch: loss(parameter, batch.tensor), Training(steps=10, lr=0.1)
+    history = train(objective, [parameter], source, training, cuda_graph=CUDA_GRAPH[way])
+    return parameter.tolist(), history
 
 
 def waves(p: Tensor, step: Tensor) -> Tensor:
@@ -202,26 +178,22 @@ def waves(p: Tensor, step: Tensor) -> Tensor:
 def singular(p: Tensor, step: Tensor) -> Tensor:
     """A matrix that has a Cholesky factor only with jitter, at every third step."""
     ridge = 1e-3 - (1e-3 + 1e-9) * (step % 3 == 2).double()
-    ones = torch.ones(2, 2, dtype=torch.float64, device=p.device)
-    eye = torch.eye(2, dtype=torch.float64, device=p.device)
-    return cholesky(p.exp().sum() * (ones + ridge * eye)).diagonal().sum()
+    return cholesky(p.exp().sum() * (1.0 + ridge * torch.eye(2, dtype=torch.float64, device=p.device))).diagonal().sum()
 
 
 @cuda
-def test_a_factor_that_fails_in_a_graph_has_its_jitter_in_an_ordinary_step(calls: dict[str, int]) -> None:
+def test_a_factor_that_fails_in_a_graph_has_its_jitter_in_an_ordinary_step(calls):
     with pytest.warns(PosthocWarning, match="was not positive definite"):
         replayed = descend(singular, "cuda", "graph")
     assert calls["captured"] == 1
     assert calls["plain"] == calls["graph"] == 3  # each block had such a step
     with pytest.warns(PosthocWarning, match="was not positive definite"):
-        plain = descend(singular, "cuda", "plain")
-    assert torch.equal(replayed[0], plain[0])
-    assert replayed[1] == plain[1]
+        assert replayed == descend(singular, "cuda", "plain")
 
 
 @cuda
-def test_a_factor_that_fails_in_ordinary_steps_too_says_so(calls: dict[str, int]) -> None:
-    def negative(p: Tensor, step: Tensor) -> Tensor:
+def test_a_factor_that_fails_in_ordinary_steps_too_says_so(calls):
+    def negative(p, step):
         sign = 1.0 - 2.0 * (step == 6).double()
         return cholesky(sign * torch.diag(p.exp()), "my matrix").diagonal().sum()
 
@@ -230,20 +202,15 @@ def test_a_factor_that_fails_in_ordinary_steps_too_says_so(calls: dict[str, int]
     assert calls == {"graph": 2, "plain": 1, "captured": 1}
 
 
-# On the GPU, with the data on the host.
-
-
 @cuda
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("case", ["regression", "a thousand classes"])
-def test_data_on_the_host_give_the_numbers_of_resident_ones(
-    case: str, mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(data: Outputs) -> tuple[FMGP, list[bool]]:
-        away: list[bool] = []
+def test_data_on_the_host_give_the_numbers_of_resident_ones(case, mapped, tmp_path, monkeypatch):
+    def run(data):
+        away = []
 
         class Noting(DrawnBatches):
-            def __init__(self, *args: Any) -> None:
+            def __init__(self, *args):
                 super().__init__(*args)
                 away.append(self.reader is not None)
 
@@ -261,31 +228,25 @@ def test_data_on_the_host_give_the_numbers_of_resident_ones(
     kept, where = run(data)
     assert where == [True]
     assert data.outputs.device.type == "cpu"
-    assert kept.history == resident.history
-    assert same(numbers(kept), numbers(resident))
+    assert_equal_fits(kept, resident)
 
 
 @cuda
-def test_reading_ahead_does_not_disturb_the_capture(monkeypatch: pytest.MonkeyPatch, calls: dict[str, int]) -> None:
+def test_reading_ahead_does_not_disturb_the_capture(monkeypatch, calls):
     read = DrawnBatches._read
 
-    def long(self: DrawnBatches, step: int, count: int) -> Outputs:
+    def long(self, step, count):
         end, held = time.monotonic() + 0.5, []
         while time.monotonic() < end:
             held.append(torch.empty(2**20).pin_memory())  # as reading does, but for as long as a capture may take
         return read(self, step, count)
 
-    few = {"steps": 30, "batch_size": 10, "eval_every": 10}
-    data = classes(1000, c=10)
+    few, data = {"steps": 30, "batch_size": 10, "eval_every": 10}, classes(1000, c=10)
     expected = fit("ten classes", options=few, data=data)
     monkeypatch.setattr("posthoc.fmgp.build.LARGE_OUTPUTS", 0)
     monkeypatch.setattr(DrawnBatches, "_read", long)
-    found = fit("ten classes", options=few, data=data)
-    assert same(numbers(found), numbers(expected))
+    assert_equal_fits(fit("ten classes", options=few, data=data), expected)
     assert calls["plain"] == 0
-
-
-# What can be seen without a GPU.
 
 
 @pytest.mark.parametrize(
@@ -299,21 +260,13 @@ def test_reading_ahead_does_not_disturb_the_capture(monkeypatch: pytest.MonkeyPa
         (["cuda"], True, True, torch.Generator(), "ordinary"),
     ],
 )
-def test_a_graph_is_for_one_gpu_batches_of_one_shape_and_no_draws(
-    devices: list[str], fixed: bool, alone: bool, draws: Any, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end_with(way: str) -> Callable[..., Any]:
-        def end(*args: Any) -> Any:
-            raise LookupError(way)
-
-        return end
-
+def test_a_graph_is_for_one_gpu_batches_of_one_shape_and_no_draws(devices, fixed, alone, draws, expected, monkeypatch):
     values = [SimpleNamespace(device=torch.device(name)) for name in devices]
     optimizer = SimpleNamespace(parameters=[None], values=values, release=lambda: None)
-    ranks = SimpleNamespace(alone=alone, share=lambda tensors: None, agree=end_with("ordinary"))
+    ranks = SimpleNamespace(alone=alone, share=lambda tensors: None, agree=Mock(side_effect=LookupError("ordinary")))
     monkeypatch.setattr(loop, "FlatAdam", lambda parameters: optimizer)
     monkeypatch.setattr(loop, "Ranks", lambda: ranks)
-    monkeypatch.setattr(loop, "GraphSteps", end_with("captured"))
+    monkeypatch.setattr(loop, "GraphSteps", Mock(side_effect=LookupError("captured")))
     source: Any = SimpleNamespace(fixed=fixed, weight=1.0, ahead=1)
     with pytest.raises(LookupError, match=expected):
         train(lambda batch: batch, [], source, Training(), generator=draws)
@@ -322,24 +275,21 @@ def test_a_graph_is_for_one_gpu_batches_of_one_shape_and_no_draws(
 class PretendedGraph:
     """Does again, by hand, what a captured step does."""
 
-    step: Callable[[], None]
-
-    def replay(self) -> None:
+    def replay(self):
         self.step()
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretended(monkeypatch):
     """CUDA graphs on the CPU: a capture notes the step, a replay takes it."""
-    taken: list[Callable[[], None]] = []
-    original = GraphSteps._step
+    taken, original = [], GraphSteps._step
 
-    def step(self: GraphSteps) -> None:
+    def step(self):
         taken.append(lambda: original(self))
         original(self)
 
     @contextmanager
-    def capture(graph: PretendedGraph, stream: Any, capture_error_mode: str) -> Iterator[None]:
+    def capture(graph, stream, capture_error_mode):
         assert stream is idle
         yield
         graph.step = taken[-1]
@@ -356,83 +306,61 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("pretended")
-def test_replayed_steps_have_their_own_batch_and_learning_rate(calls: dict[str, int]) -> None:
+def test_replayed_steps_have_their_own_batch_and_learning_rate(calls):
     """Ten steps in blocks of four: the warm-up leaves no trace, and the last block is shorter than its place."""
     replayed, plain = descend(waves, "cpu", "graph"), descend(waves, "cpu", "plain")
     assert calls == {"graph": 3, "captured": 1, "plain": 3}
-    assert torch.equal(replayed[0], plain[0])
-    assert replayed[1] == plain[1]
+    assert replayed == plain
     assert len(plain[1].losses) == 10
 
 
 @pytest.mark.usefixtures("pretended")
-def test_a_block_that_fails_is_taken_again_from_where_it_began(calls: dict[str, int]) -> None:
+def test_a_block_that_fails_is_taken_again_from_where_it_began(calls):
     failing = iter([False] * (4 + 4 + 2) + [True] + [False] * 20)  # capture, first block, third step of the second
 
-    def loss(p: Tensor, step: Tensor) -> Tensor:
+    def loss(p, step):
         return waves(p, step) * (math.nan if next(failing) else 1.0)
 
     replayed, plain = descend(loss, "cpu", "graph"), descend(waves, "cpu", "plain")
     assert calls == {"graph": 3, "captured": 1, "plain": 1 + 3}
-    assert torch.equal(replayed[0], plain[0])
-    assert replayed[1] == plain[1]
+    assert replayed == plain
 
 
 @pytest.mark.usefixtures("pretended")
-def test_a_loss_that_stays_bad_is_reported_with_its_step() -> None:
-    def loss(p: Tensor, step: Tensor) -> Tensor:
+def test_a_loss_that_stays_bad_is_reported_with_its_step():
+    def loss(p, step):
         return waves(p, step) * torch.where(step == 6, math.nan, 1.0)
 
     with pytest.raises(TrainingError, match="became nan at step 7 of 10"):
         descend(loss, "cpu", "graph")
 
 
-# Batches by step, and read ahead.
-
-
-def test_rows_of_a_step_do_not_depend_on_the_block_it_is_read_in() -> None:
+def test_rows_of_a_step_do_not_depend_on_the_block_it_is_read_in():
     whole = drawn_rows(1000, 7, 3, 0, 200)
     assert whole.shape == (200, 7)
     for sizes in ([1] * 200, [50] * 4, [63, 1, 1, 64, 71]):
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        parts = [drawn_rows(1000, 7, 3, step, count) for step, count in zip(starts, sizes, strict=True)]
+        parts = [drawn_rows(1000, 7, 3, sum(sizes[:i]), count) for i, count in enumerate(sizes)]
         assert torch.equal(torch.cat(parts), whole)
     assert len({tuple(rows) for rows in whole.tolist()}) == 200
     assert 0 <= int(whole.min()) < int(whole.max()) < 1000
 
 
-@pytest.fixture
-def read_ahead(monkeypatch: pytest.MonkeyPatch) -> DrawnBatches:
-    """Batches as they are read for a GPU."""
-    monkeypatch.setattr(Outputs, "pinned", lambda self: self)
-    batches = drawn_batches()
-    batches.reader = ThreadPoolExecutor(1)
-    return batches
-
-
 def drawn_batches() -> DrawnBatches:
     data, likelihood = reals(200), Gaussian()
-    assert data.targets is not None
     likelihood.initialize(data.outputs, data.targets)
-    coordinates = Coordinates.of(data, RBF(), standardize=True)
-    return DrawnBatches(PointView(data, coordinates), likelihood, 7, 0, Ranks())
+    view = PointView(data, Coordinates.of(data, RBF(), standardize=True))
+    return DrawnBatches(view, likelihood, 7, 0, Ranks())
 
 
-def test_blocks_are_read_ahead_and_in_any_order(read_ahead: DrawnBatches) -> None:
-    plain = drawn_batches()
-    for step, count in [(0, 5), (5, 5), (10, 2), (12, 5), (3, 5)]:
-        assert torch.equal(read_ahead.block(step, count).target, plain.block(step, count).target)
-        assert list(read_ahead.next) == [(step + count, count)]  # before anybody wanted it
-    assert not plain.next
-
-
-def test_an_error_of_the_reader_is_not_lost(read_ahead: DrawnBatches, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(step: int, count: int) -> Outputs:
-        if step == 5:
-            raise OSError("the disk is gone")
-        return reals(7 * count)
-
-    monkeypatch.setattr(read_ahead, "_read", read)
-    read_ahead.block(0, 5)
-    with pytest.raises(OSError, match="the disk is gone"):
-        read_ahead.block(5, 5)
+def test_blocks_are_read_ahead_in_any_order_and_an_error_of_the_reader_is_not_lost(monkeypatch):
+    monkeypatch.setattr(Outputs, "pinned", lambda self: self)  # as for a GPU
+    plain, ahead = drawn_batches(), drawn_batches()
+    with ThreadPoolExecutor(1) as ahead.reader:
+        for step, count in [(0, 5), (5, 5), (10, 2), (12, 5), (3, 5)]:
+            assert torch.equal(ahead.block(step, count).target, plain.block(step, count).target)
+            assert list(ahead.next) == [(step + count, count)]  # before anybody wanted it
+        assert not plain.next
+        monkeypatch.setattr(ahead, "_read", Mock(side_effect=[reals(35), OSError("the disk is gone")]))
+        ahead.block(0, 5)
+        with pytest.raises(OSError, match="the disk is gone"):
+            ahead.block(5, 5)

@@ -1,7 +1,5 @@
 """Data named by strings: folders of images, Parquet and `.npz` files, row by row what was put into them."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from typing import Any
@@ -24,17 +22,12 @@ def cache(tmp_path_factory, monkeypatch):
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
-# Folders of images
-
-
 def test_classes_are_numbered_in_the_order_of_their_names(tmp_path):
-    for name, row in [("b/z.png", 0), ("b/deep/a.PNG", 1), ("a/y.JPEG", 2), ("c/.hidden.png", 3), ("c/x.bmp", 4)]:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        images(5)[row].save(path, format="PNG")
+    for name in ("b/deep", "a", "c", "empty", "0_empty"):
+        (tmp_path / name).mkdir(parents=True)
+    for row, name in enumerate(("b/z.png", "b/deep/a.PNG", "a/y.JPEG", "c/.hidden.png", "c/x.bmp")):
+        images(5)[row].save(tmp_path / name, format="PNG")
     (tmp_path / "b" / "notes.txt").write_text("not an image")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "0_empty").mkdir()
     data = open_data(str(tmp_path))
     rows = [data[row] for row in range(len(data))]
     assert [label for _, label in rows] == [1, 2, 2, 3]  # the empty class at the front counts
@@ -55,10 +48,10 @@ def test_a_flat_folder_has_no_targets_and_every_image_is_read_in_color(tmp_path)
 def test_a_folders_identity_is_its_names_and_sizes(tmp_path):
     for name in "ab":
         image_folder(tmp_path / name, ROWS)
-    os.utime(tmp_path / "b" / "class_0" / "000.png", (1, 1))
+    image = tmp_path / "b" / "class_0" / "000.png"
+    os.utime(image, (1, 1))
     seen = [open_data(str(tmp_path / "b")).identity]
     assert open_data(str(tmp_path / "a")).identity == seen[0]
-    image = tmp_path / "b" / "class_0" / "000.png"
     for change in (
         lambda: image.write_bytes(png(0) + b"more"),
         lambda: image.rename(image.with_name("0000.png")),
@@ -75,18 +68,17 @@ def test_a_broken_image_is_named_in_one_line(tmp_path, workers, content):
     labels = image_folder(tmp_path / "images", ROWS)
     path = tmp_path / "images" / f"class_{labels[5]}" / "005.png"
     path.write_bytes(content)
-    data = open_data(str(tmp_path / "images"))
     with pytest.raises(DataError) as error:
-        collected(data, tmp_path / "o", workers=workers)
+        collected(open_data(str(tmp_path / "images")), tmp_path / "o", workers=workers)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path):
-    (tmp_path / "none").mkdir()
+    for name in ("none", "both", "sizes"):
+        (tmp_path / name).mkdir()
     image_folder(tmp_path / "both", 3)
     (tmp_path / "both" / "loose.png").write_bytes(png(0))
-    (tmp_path / "sizes").mkdir()
     images(1)[0].save(tmp_path / "sizes" / "a.png")
     images(1)[0].resize((3, 4)).save(tmp_path / "sizes" / "b.png")
     with pytest.raises(DataError, match=r"\(3, 4, 3\), \(3, 8, 8\).*--transform"):
@@ -101,9 +93,6 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path):
     ]:
         with pytest.raises(error, match=message):
             open_data(str(tmp_path / name), **options)
-
-
-# Parquet
 
 
 def as_stored(rows: int) -> list[dict[str, Any]]:
@@ -164,8 +153,12 @@ def test_parquet_identity_is_the_bytes_and_the_columns(tmp_path):
 
 
 def test_columns_that_cannot_be_used_are_refused(tmp_path):
-    columns: dict[str, Any] = {"first": [1.0, None], "second": [[1.0], [2.0, 3.0]], "third": ["a", "b"]}
-    columns["fourth"] = [[[1.0]], [[1.0], []]]
+    columns = {
+        "first": [1.0, None],
+        "second": [[1.0], [2.0, 3.0]],
+        "third": ["a", "b"],
+        "fourth": [[[1.0]], [[1.0], []]],
+    }
     path = str(write_parquet(tmp_path / "d.parquet", columns))
     for options, message in [({}, "Which column holds the inputs"), ({"input_columns": ["zeroth"]}, "are: first, sec")]:
         with pytest.raises(OptionError, match=message):
@@ -200,9 +193,6 @@ def test_a_broken_image_in_a_table_is_named(tmp_path):
     assert data[3][0].tobytes() == images(4)[3].tobytes()
     with pytest.raises(DataError, match="an image in column 'image' of row 7"):
         data[7]
-
-
-# .npz
 
 
 @pytest.mark.parametrize(("save", "workers"), [(np.savez, 0), (np.savez_compressed, 2)])

@@ -1,7 +1,5 @@
 """The code and the commands in README and docs run, and their links lead somewhere."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
@@ -36,9 +34,8 @@ def test_python_code_runs(page, tmp_path, monkeypatch):
     with torch.no_grad():
         logits, features = model(x), model[:2](x)
     names = {"model": model, "loader": DataLoader(TensorDataset(x, y), batch_size=50), "x": x, "y": y, "x_val": x}
-    names |= {"logits": logits, "labels": y, "features": features, "calibration": (x, y)}
-    names |= {"new_logits": logits[:5], "new_features": features[:5]}
-    names["bayes"] = FMGP(model, "classification", steps=5, progress=False).fit((x, y))
+    names |= {"logits": logits, "labels": y, "features": features, "new_logits": logits, "new_features": features}
+    names |= {"calibration": (x, y), "bayes": FMGP(model, "classification", steps=5, progress=False).fit((x, y))}
     for code in blocks(page, "python"):
         exec(code, names)
         assert names["bayes"].fitted
@@ -46,8 +43,7 @@ def test_python_code_runs(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", dict.fromkeys(COMMANDS))
 def test_commands_have_these_options(command):
-    name, *arguments = shlex.split(command)
-    group = get_command(app)
+    (name, *arguments), group = shlex.split(command), get_command(app)
     made = group.commands[name].make_context(name, arguments, parent=group.context_class(group))
     assert made.params
 

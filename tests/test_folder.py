@@ -1,7 +1,5 @@
 """A folder written in batches: what was committed survives kills, full disks and second writers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -10,8 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,26 +29,27 @@ ROOT = Path(__file__).parent.parent
 SAME: dict[str, Any] = {"identity": {"network": "abc"}}
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every append is committed."""
-    monkeypatch.setattr(writer_module, "COMMIT_SECONDS", 0.0)
-
-
-def assert_same_bytes_as_a_whole_run(folder: Path, data: Outputs, size: int = 30) -> None:
+def assert_same_bytes_as_a_whole_run(folder: Path, data: Outputs) -> None:
     whole = folder.parent / "whole"
-    written(whole, data, size)
+    written(whole, data, 30)
     assert contents(folder) == contents(whole)
 
 
 @pytest.mark.parametrize("size", [1, 7, 30])
-def test_batches_of_any_size_give_the_same_bytes(size: int, tmp_path: Path) -> None:
+def test_batches_of_any_size_give_the_same_bytes(size, tmp_path):
     written(tmp_path / "many", some(), size)
     assert_same_bytes_as_a_whole_run(tmp_path / "many", some())
     assert bits(open_outputs(tmp_path / "many")) == bits(some())
 
 
-def test_unfinished_folder_is_refused_and_gone_on_with(tmp_path: Path) -> None:
+def left(folder: Path, data: Outputs, act: Callable[[], Any] = lambda: None) -> None:
+    """Appends to a folder and leaves it unfinished, after something else that may raise."""
+    with OutputsWriter(folder, **SAME) as writer:
+        writer.append(data)
+        act()
+
+
+def test_unfinished_folder_is_refused_and_gone_on_with(tmp_path):
     folder, data = tmp_path / "data", some()
     with OutputsWriter(folder, **SAME) as writer:
         assert writer.rows == 0
@@ -57,14 +59,8 @@ def test_unfinished_folder_is_refused_and_gone_on_with(tmp_path: Path) -> None:
         assert writer.rows == 12
     with pytest.raises(FileError, match=r"finished folder, found 12 rows so far in .*data\. Run the collection again"):
         open_outputs(folder)
-
-    def interrupted() -> None:
-        with OutputsWriter(folder, **SAME) as writer:
-            writer.append(data[12:13])
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        interrupted()
+        left(folder, data[12:13], Mock(side_effect=KeyboardInterrupt))
     with OutputsWriter(folder, **SAME) as writer:
         assert writer.rows == 13
         writer.append(data[13:])
@@ -75,7 +71,7 @@ def test_unfinished_folder_is_refused_and_gone_on_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", [True, False])
-def test_what_a_killed_run_left_is_cleared(manifest: bool, tmp_path: Path) -> None:
+def test_what_a_killed_run_left_is_cleared(manifest, tmp_path):
     folder = tmp_path / "data"
     with OutputsWriter(folder, **SAME):
         pass
@@ -89,22 +85,18 @@ def test_what_a_killed_run_left_is_cleared(manifest: bool, tmp_path: Path) -> No
     assert set(os.listdir(folder)) == {".lock", "outputs.json", "outputs.npy"}
 
 
-def test_rows_are_committed_every_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_committed_every_few_seconds(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
 
-    def recorded() -> int:
-        return int(json.loads((tmp_path / "data" / "outputs.json").read_text())["rows"])
+    def recorded():
+        return json.loads((tmp_path / "outputs.json").read_text())["rows"]
 
-    with OutputsWriter(tmp_path / "data", identity={}) as writer:
-        writer.append(some())
-        assert recorded() == 0
-        now += writer_module.COMMIT_SECONDS
-        writer.append(some())
-        assert recorded() == 60
-        now += 0.5 * writer_module.COMMIT_SECONDS
-        writer.append(some())
-        assert recorded() == 60
+    with OutputsWriter(tmp_path, identity={}) as writer:
+        for share, rows in [(0.0, 0), (1.0, 60), (0.5, 60)]:
+            now += share * writer_module.COMMIT_SECONDS
+            writer.append(some())
+            assert recorded() == rows
     assert recorded() == 90
 
 
@@ -116,18 +108,18 @@ def test_rows_are_committed_every_few_seconds(tmp_path: Path, monkeypatch: pytes
         (Outputs(some(8).outputs[:, :3], some(8).targets, some(8).features, some(8).inputs), r"got .*shape \(3,\)"),
     ],
 )
-def test_batch_that_does_not_fit_is_refused_and_changes_nothing(batch: Outputs, message: str, tmp_path: Path) -> None:
-    folder, data = tmp_path / "data", some(40)
-    with OutputsWriter(folder, **SAME) as writer:
+def test_batch_that_does_not_fit_is_refused_and_changes_nothing(batch, message, tmp_path):
+    data = some(40)
+    with OutputsWriter(tmp_path, **SAME) as writer:
         writer.append(data[:30])
         with pytest.raises(DataError, match=message):
             writer.append(batch)
         writer.append(data[30:])
         writer.finish()
-    assert bits(open_outputs(folder)) == bits(data)
+    assert bits(open_outputs(tmp_path)) == bits(data)
 
 
-def test_nothing_cannot_be_finished(tmp_path: Path) -> None:
+def test_nothing_cannot_be_finished(tmp_path):
     with OutputsWriter(tmp_path / "data", identity={}) as writer:
         with pytest.raises(DataError, match="Expected at least one row to finish"):
             writer.finish()
@@ -137,7 +129,7 @@ def test_nothing_cannot_be_finished(tmp_path: Path) -> None:
         open_outputs(tmp_path / "data")
 
 
-def test_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_folder_of_something_else_is_refused(tmp_path):
     folder = tmp_path / "data"
     with OutputsWriter(folder, identity={"network": "abc", "layer": "fc", "size": 224}) as writer:
         writer.append(some())
@@ -154,7 +146,7 @@ def test_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     assert read_identity(folder) == other
 
 
-def test_complete_folder_is_written_again_only_when_told(tmp_path: Path) -> None:
+def test_complete_folder_is_written_again_only_when_told(tmp_path):
     folder = tmp_path / "data"
     written(folder, some())
     with pytest.raises(FileError, match=r"found 30 rows complete in .*open_outputs.*force=True"):
@@ -169,30 +161,23 @@ def test_complete_folder_is_written_again_only_when_told(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda f: os.truncate(f / "targets.npy", 150),
-            r"\(208 bytes\) in .*targets\.npy, found .* and 150 bytes",
-        ),
+        (lambda f: os.truncate(f / "targets.npy", 150), r"\(208 bytes\) in .*targets\.npy, found .* and 150 bytes"),
         (lambda f: (f / "targets.npy").unlink(), "No such file"),
         (lambda f: np.save(f / "targets.npy", np.zeros(10)), "found .*f8"),
         (lambda f: change_manifest(f, version=7), "version 1, found 7"),
     ],
 )
-def test_unfinished_folder_that_was_changed_is_refused(change: Any, message: str, tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    with OutputsWriter(folder, **SAME) as writer:
-        writer.append(some()[:10])
-    change(folder)
+def test_unfinished_folder_that_was_changed_is_refused(change, message, tmp_path):
+    left(tmp_path, some()[:10])
+    change(tmp_path)
     with pytest.raises(FileError, match=message):
-        OutputsWriter(folder, **SAME)
-    written(folder, some(), force=True)  # the lock is free, and starting over helps
-    assert bits(open_outputs(folder)) == bits(some())
+        OutputsWriter(tmp_path, **SAME)
+    written(tmp_path, some(), force=True)  # the lock is free, and starting over helps
+    assert bits(open_outputs(tmp_path)) == bits(some())
 
 
-# Full disks, two writers.
-
-
-def test_full_disk_keeps_what_there_was_room_for(tmp_path: Path, eager: None) -> None:
+def test_full_disk_keeps_what_there_was_room_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer_module, "COMMIT_SECONDS", 0.0)  # every append is committed
     folder, data = tmp_path / "data", some(1000)
     message = r"Expected to write .*data, found that it cannot be .*first 300 rows are safe: make room"
     with small_files(10_000), pytest.raises(FileError, match=message):  # 354 rows of features
@@ -203,7 +188,7 @@ def test_full_disk_keeps_what_there_was_room_for(tmp_path: Path, eager: None) ->
     assert_same_bytes_as_a_whole_run(folder, data)
 
 
-def test_writing_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
+def test_writing_goes_on_when_there_is_room_again(tmp_path):
     folder, data = tmp_path / "data", some(1000)
     with OutputsWriter(folder, **SAME) as writer:
         writer.append(data[:300])
@@ -215,37 +200,30 @@ def test_writing_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
     assert bits(open_outputs(folder)) == bits(data)
 
 
-def test_what_went_wrong_first_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def left(error: Exception | None) -> None:
-        with OutputsWriter(tmp_path / "data", identity={}) as writer:
-            writer.append(some())
-            monkeypatch.setattr(os, "replace", full)
-            if error is not None:
-                raise error
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+def test_what_went_wrong_first_is_told(tmp_path, monkeypatch):
+    def full_disk():
+        monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
 
     with pytest.raises(FileError, match=r"No space left.*first 0 rows are safe"):
-        left(None)
+        left(tmp_path, some(), full_disk)
     monkeypatch.undo()
     with pytest.raises(ZeroDivisionError):
-        left(ZeroDivisionError())
+        left(tmp_path, some(), lambda: full_disk() or 1 / 0)
     monkeypatch.undo()
-    with OutputsWriter(tmp_path / "data", identity={}) as writer:  # the lock is free
+    with OutputsWriter(tmp_path, **SAME) as writer:  # the lock is free
         assert writer.rows == 0
 
 
-def test_rows_are_on_the_disk_before_they_count(tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_on_the_disk_before_they_count(tmp_path, monkeypatch):
     synced: dict[str, int] = {}
     moved: list[tuple[int, bool]] = []
     fsync, replace = os.fsync, os.replace
 
-    def recording_fsync(handle: int) -> None:
+    def recording_fsync(handle):
         fsync(handle)
         synced[os.readlink(f"/proc/self/fd/{handle}")] = os.fstat(handle).st_size
 
-    def checking_replace(source: Path, target: Path) -> None:
+    def checking_replace(source, target):
         document = json.loads(Path(source).read_text())
         assert synced[str(source)] == Path(source).stat().st_size
         for name in document["arrays"]:
@@ -257,6 +235,7 @@ def test_rows_are_on_the_disk_before_they_count(tmp_path: Path, eager: None, mon
 
     if not Path("/proc/self/fd").exists():
         pytest.skip("reads /proc")
+    monkeypatch.setattr(writer_module, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(os, "fsync", recording_fsync)
     monkeypatch.setattr(os, "replace", checking_replace)
     folder, data = tmp_path.resolve() / "data", some(10)
@@ -264,7 +243,7 @@ def test_rows_are_on_the_disk_before_they_count(tmp_path: Path, eager: None, mon
     assert moved == [(0, False), (4, False), (8, False), (10, False), (10, True)]
 
 
-def test_second_writer_is_refused_at_once(tmp_path: Path) -> None:
+def test_second_writer_is_refused_at_once(tmp_path):
     folder = tmp_path / "data"
     with OutputsWriter(folder, **SAME) as writer:
         writer.append(some()[:10])
@@ -279,19 +258,12 @@ def test_second_writer_is_refused_at_once(tmp_path: Path) -> None:
     save_outputs(some(9), folder, force=True)
 
 
-# Killed runs.
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_runs_go_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_runs_go_on_to_the_same_bytes(tmp_path):
     # In a process of its own, which has no threads: it forks children and kills them.
-    code = "import sys; from tests.test_folder import kill_children, Path; kill_children(Path(sys.argv[1]))"
+    code = "import sys; from tests.test_folder import *; folder = Path(sys.argv[1])"
+    code += "; kill_with_worker(folder), kill_at_steps(folder)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=ROOT, timeout=100)
-
-
-def kill_children(folder: Path) -> None:
-    kill_with_worker(folder)
-    kill_at_steps(folder)
 
 
 def kill_with_worker(folder: Path) -> None:
@@ -315,34 +287,19 @@ def kill_with_worker(folder: Path) -> None:
         os.kill(worker, signal.SIGKILL)
 
 
-def exit_status(run: Callable[[], None]) -> int:
-    """Runs something in a fork and waits for it: 0 if it ran to its end, less if it was killed."""
-    number = os.fork()
-    if not number:
-        status = 1
-        try:
-            run()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
-
-
 def kill_at_step(n: int) -> None:
     """Lets this process be killed before or after a write, a wait for the disk or a rename, the nth of all."""
-    left = n
+    moments = count(1)
 
-    def count() -> None:
-        nonlocal left
-        left -= 1
-        if not left:
+    def live_on() -> None:
+        if next(moments) == n:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def counted(step: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            count()
+            live_on()
             found = step(*args, **kwargs)
-            count()
+            live_on()
             return found
 
         return run
@@ -359,31 +316,28 @@ def kill_at_steps(folder: Path) -> None:
     data = some(10)
     written(folder / "whole", data, 4)
     expected = contents(folder / "whole")
-    deaths, left_with = 0, set()
-    while True:
-        target = folder / f"killed at {deaths + 1}"
+    left_with: set[Any] = set()
 
-        def run(step: int = deaths + 1, target: Path = target) -> None:
-            kill_at_step(step)
-            written(target, data, 4)
+    def killed(step: int, target: Path) -> None:
+        kill_at_step(step)
+        written(target, data, 4)
 
-        status = exit_status(run)
-        if status == 0:
+    for step in count(1):
+        target = folder / f"killed at {step}"
+        child = get_context("fork").Process(target=killed, args=(step, target))
+        child.start()
+        child.join()
+        if child.exitcode == 0:
             break
-        assert status == -signal.SIGKILL, status
-        deaths += 1
-        if complete(target):
+        assert child.exitcode == -signal.SIGKILL
+        manifest = target / "outputs.json"
+        if manifest.exists() and json.loads(manifest.read_text())["complete"]:
             left_with.add("complete")
         else:
             with OutputsWriter(target, **SAME) as writer:
                 left_with.add(writer.rows)
             written(target, data, 4)
-        assert contents(target) == expected, deaths
+        assert contents(target) == expected, step
         shutil.rmtree(target)
-    assert deaths > 50, deaths
+    assert step > 51
     assert left_with == {0, 4, 8, 10, "complete"}, left_with
-
-
-def complete(folder: Path) -> bool:
-    manifest = folder / "outputs.json"
-    return manifest.exists() and bool(json.loads(manifest.read_text())["complete"])

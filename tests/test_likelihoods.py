@@ -1,18 +1,24 @@
-"""Energies and predictives against quadrature, Monte Carlo and each other."""
+"""Energies and predictives against quadrature, Monte Carlo and each other; likelihoods of other packages."""
 
-from __future__ import annotations
-
+import json
 import math
 
+import numpy as np
 import pytest
 import torch
+from scipy import integrate, stats  # type: ignore[import-untyped]
 
-from posthoc import Categorical, Gaussian, OptionError
+from posthoc import FMGP, MAP, Categorical, DataError, Gaussian, OptionError, Outputs, compare
+from posthoc.evaluate.evaluate import evaluate
 from posthoc.fmgp.output_covariance import Widened
 from posthoc.likelihoods.gaussian import gaussian_energy
+from posthoc.likelihoods.registry import LIKELIHOODS, make_likelihood
 from posthoc.predictive import latent as latents
 from posthoc.predictive.latent import FactorLatent, IndependentLatent, ZeroLatent
 from tests import oracles
+from tests.cases import QUICK
+from tests.likelihoods.bernoulli import BernoulliLikelihood
+from tests.likelihoods.poisson import PoissonLikelihood, PoissonPredictive, quadrature
 from tests.oracles import DenseLatent
 
 DOUBLE = torch.float64
@@ -52,9 +58,8 @@ def test_latents_are_those_of_their_matrices():
 def test_gaussian_energy_is_its_integral(alpha, residual, variance, noise):
     tensors = (torch.tensor([[v]], dtype=DOUBLE) for v in (residual, variance))
     ours = gaussian_energy(*tensors, torch.tensor(noise, dtype=DOUBLE), alpha)
-    assert float(ours) == pytest.approx(
-        oracles.gaussian_energy_by_quadrature(residual, variance, noise, alpha), abs=1e-6
-    )
+    expected = oracles.gaussian_energy_by_quadrature(residual, variance, noise, alpha)
+    assert float(ours) == pytest.approx(expected, abs=1e-6)
 
 
 def test_energy_at_zero_alpha_is_the_limit():
@@ -83,20 +88,17 @@ def test_several_outputs_train_on_what_log_prob_reports():
     likelihood.initialize(outputs, targets)
     latent = random_latent(5, 3)
     mean, target = likelihood.standardize(outputs, targets)
-    energy = likelihood.energy(mean, latent, target, 1.0)
-    log_prob = likelihood.predictive(outputs, latent).log_prob(targets)
-    torch.testing.assert_close(energy - likelihood.scale.log().sum(), log_prob)
+    energy = likelihood.energy(mean, latent, target, 1.0) - likelihood.scale.log().sum()
+    torch.testing.assert_close(energy, likelihood.predictive(outputs, latent).log_prob(targets))
 
 
 def test_regression_units_come_back():
     """Scaling and shifting y scales what is predicted, and nothing else."""
-    outputs, targets = torch.randn(6, 1, dtype=DOUBLE), torch.randn(6, 1, dtype=DOUBLE)
-    latent = random_latent(6, 1)
-    predictions = []
-    for scale, shift in ((1.0, 0.0), (1000.0, -5.0)):
+    data, latent, predictions = torch.randn(2, 6, 1, dtype=DOUBLE), random_latent(6, 1), []
+    for outputs, targets in (data, 1000.0 * data - 5.0):
         likelihood = Gaussian()
-        likelihood.initialize(scale * outputs + shift, scale * targets + shift)
-        predictions.append(likelihood.predictive(scale * outputs + shift, latent))
+        likelihood.initialize(outputs, targets)
+        predictions.append(likelihood.predictive(outputs, latent))
     torch.testing.assert_close(predictions[1].std, 1000.0 * predictions[0].std)
     torch.testing.assert_close(predictions[1].noise, 1e6 * predictions[0].noise)
 
@@ -114,13 +116,11 @@ def test_temperature_scaling_is_the_shared_constant_variance():
 def test_pairwise_form_is_gauge_invariant_and_the_papers_is_not():
     """Trap 7: softmax ignores c·1 added to the logits and 11ᵀ added to their covariance."""
     mu, latent = logits(8, 5), random_latent(8, 5)
-    shifted = mu + torch.randn(8, 1, dtype=DOUBLE)
-    wider = DenseLatent(latent.covariance() + 3.0)
+    shifted, wider = mu + torch.randn(8, 1, dtype=DOUBLE), DenseLatent(latent.covariance() + 3.0)
     for form, same in (("pairwise", True), ("logit_scaling", False)):
-        likelihood = Categorical(prediction=form)
-        reference = likelihood.predictive(mu, latent).log_probs
-        for other in (likelihood.predictive(shifted, latent), likelihood.predictive(mu, wider)):
-            assert torch.allclose(other.log_probs, reference, atol=1e-9) == same
+        predictive = Categorical(prediction=form).predictive
+        for other in (predictive(shifted, latent), predictive(mu, wider)):
+            assert torch.allclose(other.log_probs, predictive(mu, latent).log_probs, atol=1e-9) == same
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0, 1000.0])
@@ -146,12 +146,9 @@ def test_monte_carlo_converges_to_brute_force():
     mu, latent = logits(3, 4), random_latent(3, 4)
     pred = Categorical(temperature=0.8, prediction="monte_carlo", samples=200_000).predictive(mu, latent)
     factor = torch.linalg.cholesky(latent.covariance())
-    g = torch.Generator().manual_seed(123)
-    total = torch.zeros(3, 4, dtype=DOUBLE)
-    for _ in range(20):
-        noise = torch.randn(20_000, 3, 4, dtype=DOUBLE, generator=g)
-        total += ((mu + torch.einsum("ncd,snd->snc", factor, noise)) / 0.8).softmax(-1).mean(0)
-    torch.testing.assert_close(pred.probs, total / 20, rtol=0, atol=5e-3)
+    noise = torch.randn(400_000, 3, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(123))
+    expected = ((mu + torch.einsum("ncd,snd->snc", factor, noise)) / 0.8).softmax(-1).mean(0)
+    torch.testing.assert_close(pred.probs, expected, rtol=0, atol=5e-3)
     # It is seeded, and does not depend on the rows beside it.
     few = Categorical(prediction="monte_carlo")
     alone = few.predictive(mu[2:3], DenseLatent(latent.covariance()[2:3]))
@@ -187,18 +184,11 @@ def test_energy_gradients_agree_with_finite_differences():
     assert torch.autograd.gradcheck(drawn_energy, (torch.rand(2, 4, dtype=DOUBLE).requires_grad_(),), atol=1e-7)
 
 
-@pytest.mark.parametrize("form", ["pairwise", "logit_scaling"])
-def test_scaling_forms_are_for_alpha_one_only(form):
-    """Trap 6."""
-    with pytest.raises(OptionError, match="monte_carlo"):
-        Categorical(training=form).check_alpha(0.5)
-    Categorical(training=form).check_alpha(1.0)
-    Categorical(training="monte_carlo").check_alpha(0.5)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Categorical(training="pairwise").check_alpha(0.5), "monte_carlo"),  # trap 6
+        (lambda: Categorical(training="logit_scaling").check_alpha(0.5), "monte_carlo"),
         (lambda: Gaussian(noise="none"), "per_output"),
         (lambda: Categorical(temperature=0.0), "positive temperature"),
         (lambda: Categorical(training="magic"), "pairwise"),
@@ -208,12 +198,14 @@ def test_scaling_forms_are_for_alpha_one_only(form):
 def test_impossible_likelihoods_are_refused(make, message):
     with pytest.raises(OptionError, match=message):
         make()
+    for form, alpha in (("pairwise", 1.0), ("logit_scaling", 1.0), ("monte_carlo", 0.5)):
+        Categorical(training=form).check_alpha(alpha)
 
 
 @pytest.mark.parametrize("likelihood", [Gaussian("per_output"), Categorical(temperature=1.7)])
 def test_the_curvature_is_the_hessian_of_the_negative_log_likelihood(likelihood):
     g = torch.Generator().manual_seed(0)
-    outputs, targets = (torch.randn(4, 3, dtype=torch.float64, generator=g) for _ in range(2))
+    outputs, targets = torch.randn(2, 4, 3, dtype=DOUBLE, generator=g)
     likelihood.initialize(outputs, targets)
     likelihood.reset()
     y = targets if likelihood.task == "regression" else targets.argmax(-1)
@@ -223,3 +215,99 @@ def test_the_curvature_is_the_hessian_of_the_negative_log_likelihood(likelihood)
 
     expected = [torch.autograd.functional.hessian(lambda f, r=row: loss(f, r), outputs[row]) for row in range(4)]
     torch.testing.assert_close(likelihood.curvature(outputs), torch.stack(expected))
+
+
+def counts(n: int = 400, seed: int = 0) -> Outputs:
+    """Counts of two kinds whose log rates the network gets wrong by more for larger x."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.rand(n, 3, dtype=DOUBLE, generator=g)
+    f = torch.stack([x[:, 0] + 1.0, 1.0 - x[:, 1]], -1)
+    wrong = f + 1.5 * x[:, 2:] * torch.randn(n, 2, dtype=DOUBLE, generator=g)
+    return Outputs(f, torch.poisson(wrong.exp(), g), features=x)
+
+
+def marks(n: int = 400, seed: int = 0) -> Outputs:
+    """Three labels a row, from logits that are too large."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 3, generator=g)
+    return Outputs(4.0 * x, torch.bernoulli((0.7 * x).sigmoid(), generator=g), features=x)
+
+
+MEAN = torch.tensor([[0.7]], dtype=DOUBLE)
+CASES = [(PoissonLikelihood, counts), (BernoulliLikelihood, marks)]
+
+
+@pytest.mark.parametrize(("kind", "data"), CASES)
+def test_a_likelihood_of_another_package_fits_predicts_better_than_the_bare_network_and_is_saved(kind, data, tmp_path):
+    bayes = FMGP(None, kind(), num_inducing=10, steps=200).fit(data())
+    new = data(seed=1)
+    figures = evaluate(bayes, new)
+    assert figures["nll"] < figures["base_nll"] - 0.05
+    pred = bayes.predict(new)
+    assert torch.equal(pred.latent.mean, new.outputs)
+    assert pred.sample(5, torch.Generator().manual_seed(0)).shape == (5, *new.outputs.shape)
+    assert int(pred.defer(0.1).sum()) == len(new) // 10
+    assert np.asarray(pred).shape == new.outputs.shape
+    assert json.loads(json.dumps(pred[:2].to_dict()))
+    assert len(repr(pred)) < 120
+    bayes.save(tmp_path / "head.safetensors")
+    again = FMGP.load(tmp_path / "head.safetensors")
+    assert type(again.likelihood) is kind
+    assert torch.equal(again.predict(new).log_prob(new.targets), pred.log_prob(new.targets))
+
+
+@pytest.mark.parametrize(("kind", "data"), CASES)
+def test_a_likelihood_of_another_package_is_compared_with_others(kind, data):
+    methods = {"bare": MAP, "fmgp": (FMGP, {**QUICK, "steps": 50, "lr": 0.05}), "temperature": "temperature"}
+    found = compare(None, data(), data(seed=1), methods, task=kind(), progress=False)
+    rows = {row.method: row for row in found.rows}
+    assert rows["fmgp"].figures["nll"] < rows["bare"].figures["nll"]
+    assert not rows["temperature"].applies
+    if kind is PoissonLikelihood:
+        assert rows["fmgp"].figures["squared_error"] > 0.0
+
+
+def fixed_variance(variance: float) -> IndependentLatent:
+    return IndependentLatent(torch.full((1, 1), variance, dtype=DOUBLE))
+
+
+def test_the_energies_of_counts_are_integrals():
+    likelihood, variance = PoissonLikelihood(), 0.4
+
+    def integral(alpha):
+        def integrand(f):
+            log_p = stats.poisson(np.exp(f)).logpmf(3)
+            return stats.norm(0.7, variance**0.5).pdf(f) * (log_p if alpha == 0.0 else np.exp(alpha * log_p))
+
+        value = integrate.quad(integrand, -5, 7)[0]
+        return value if alpha == 0.0 else float(np.log(value) / alpha)
+
+    assert float(likelihood.predictive(MEAN, fixed_variance(variance)).latent.variance) == variance
+    for alpha in (0.0, 0.5, 1.0):
+        energy = likelihood.energy(MEAN, fixed_variance(variance), torch.tensor([[3.0]], dtype=DOUBLE), alpha)
+        assert float(energy) == pytest.approx(integral(alpha), rel=1e-6)
+
+
+def test_the_moments_of_counts_are_those_of_draws():
+    pred = PoissonLikelihood().predictive(MEAN, fixed_variance(0.2))
+    assert isinstance(pred, PoissonPredictive)
+    draws = pred.sample(200_000, torch.Generator().manual_seed(0)).flatten()
+    assert float(draws.mean()) == pytest.approx(float(pred.rate), rel=0.01)
+    assert float(draws.var()) == pytest.approx(float(pred.variance), rel=0.03)
+    nodes, log_weights = quadrature(pred.latent.mean, pred.latent.variance)
+    assert float((log_weights.exp() * nodes.exp()).sum()) == pytest.approx(float(pred.rate), rel=1e-8)
+
+
+def test_targets_of_another_kind_are_refused():
+    for likelihood, y, message in [(PoissonLikelihood(), 0.5, "counts"), (BernoulliLikelihood(), 2.0, "0 or 1")]:
+        with pytest.raises(DataError, match=message):
+            FMGP(None, likelihood, **QUICK).fit(Outputs(torch.zeros(9, 2), torch.full((9, 2), y)))
+    with pytest.raises(OptionError, match="alpha = 1"):
+        FMGP(None, BernoulliLikelihood(), alpha=0.5)
+
+
+def test_names_are_those_of_the_registry():
+    assert isinstance(make_likelihood("poisson"), PoissonLikelihood)
+    assert LIKELIHOODS.group == "posthoc.likelihoods"
+    with pytest.raises(OptionError, match="registered names are bernoulli, categorical"):
+        make_likelihood("ranks")

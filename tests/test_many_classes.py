@@ -1,7 +1,5 @@
 """Many classes, many rows: no tensor grows with classes x inducing points, and no step with the number of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +32,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "separable": {"variance": "separable"},
     "low rank": {"variance": "per_output"},
 }
-FEW_STEPS: dict[str, Any] = {"num_inducing": M, "batch_size": BATCH, "steps": 3}
 
 
 class Largest(TorchDispatchMode):
@@ -71,35 +68,23 @@ def bound(rows: int) -> int:
     return allowed
 
 
-# The largest tensor.
-
-
 @pytest.mark.parametrize("form", FORMS)
-def test_no_step_makes_a_tensor_of_rows_x_inducing_points_x_classes(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, step = Largest(), PlainSteps.step
+def test_no_step_fit_or_prediction_makes_a_tensor_of_rows_x_inducing_points_x_classes(form, monkeypatch):
+    """Nor do they read or make more than a few batches at once."""
+    outputs, steps, step, in_steps = many(100), 25, PlainSteps.step, Largest()
 
-    def watched(*args: Any) -> Tensor:
-        with seen:
+    def watched(*args):
+        with in_steps:
             return step(*args)
 
     monkeypatch.setattr(PlainSteps, "step", watched)
-    FMGP(None, "classification", **FEW_STEPS, **FORMS[form]).fit(many(200))
-    assert BATCH * CLASSES <= seen.numbers <= bound(BATCH), seen.shape
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_no_fit_reads_or_makes_more_than_a_few_batches_at_once(form: str) -> None:
-    outputs, steps = many(100), {"steps": 25, "eval_every": 25}
+    options = {"num_inducing": M, "batch_size": BATCH, "steps": steps, "eval_every": steps, **FORMS[form]}
     with Largest() as seen:
-        FMGP(None, "classification", **{**FEW_STEPS, **steps, **FORMS[form]}).fit(outputs, val=outputs[:60])
-    assert steps["steps"] * BATCH * CLASSES > 2 * MAX_VALUES
+        method = FMGP(None, "classification", **options).fit(outputs, val=outputs[:60])
+    assert BATCH * CLASSES <= in_steps.numbers <= bound(BATCH), in_steps.shape
+    assert steps * BATCH * CLASSES > 2 * MAX_VALUES
     assert seen.numbers <= max(bound(60), MAX_VALUES), seen.shape
     assert BATCH * M * CLASSES > MAX_VALUES
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_no_prediction_makes_a_tensor_of_rows_x_inducing_points_x_classes(form: str) -> None:
-    method = FMGP(None, "classification", **FEW_STEPS, **FORMS[form]).fit(many(100))
     with Largest() as seen:
         method.predict(many(60))
     assert 60 * CLASSES <= seen.numbers <= bound(60), seen.shape
@@ -107,9 +92,6 @@ def test_no_prediction_makes_a_tensor_of_rows_x_inducing_points_x_classes(form: 
     with Largest() as seen:
         assert sum(map(len, method.stream(outputs))) == 2500
     assert seen.numbers <= MOST_OUTPUTS, seen.shape  # a part at a time, however many rows there are
-
-
-# The low-rank form is the dense one.
 
 
 OWNERS: dict[str, tuple[int, list[int]]] = {
@@ -154,7 +136,7 @@ ANSWERS: dict[str, Callable[[Latent, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("owners", OWNERS)
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_low_rank_form_gives_the_numbers_and_gradients_of_the_dense_one(answer: str, owners: str) -> None:
+def test_low_rank_form_gives_the_numbers_and_gradients_of_the_dense_one(answer, owners):
     for seed in range(3):
         low, dense, top, inputs = both_forms(seed, owners)
         found, expected = (ANSWERS[answer](latent, top) for latent in (low, dense))
@@ -167,9 +149,6 @@ def test_low_rank_form_gives_the_numbers_and_gradients_of_the_dense_one(answer: 
         grads, same = (torch.autograd.grad((weight * v).sum(), inputs, retain_graph=True) for v in (found, expected))
         for grad, other in zip(grads, same, strict=True):
             torch.testing.assert_close(grad, other, rtol=1e-10, atol=1e-10)
-
-
-# However many rows.
 
 
 def sparse_folder(folder: Path, rows: int, classes: int = 3) -> Outputs:
@@ -186,16 +165,16 @@ def sparse_folder(folder: Path, rows: int, classes: int = 3) -> Outputs:
 
 
 @pytest.fixture
-def rows_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def rows_read(monkeypatch):
     """Counts the rows taken out of `Outputs`, all in all and for steps."""
     counts, take, read = {"all": 0, "steps": 0}, Outputs.__getitem__, DrawnBatches._read
 
-    def counted(self: Outputs, rows: Any) -> Outputs:
+    def counted(self, rows):
         part = take(self, rows)
         counts["all"] += len(part)
         return part
 
-    def counted_for_steps(self: DrawnBatches, step: int, count: int) -> Outputs:
+    def counted_for_steps(self, step, count):
         before = counts["all"]
         part = read(self, step, count)
         counts["steps"] += counts["all"] - before
@@ -208,9 +187,7 @@ def rows_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.mark.filterwarnings("ignore:Expected labels of at least two classes")
 @pytest.mark.parametrize("rows", [10_000, 10_000_000])
-def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(
-    rows: int, tmp_path: Path, rows_read: dict[str, int]
-) -> None:
+def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(rows, tmp_path, rows_read):
     steps, batch, m = 2 * MAX_BATCHES + 7, 20, 10
     outputs = sparse_folder(tmp_path / "outputs", rows)
     with Largest() as seen:
@@ -227,17 +204,13 @@ def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(
 
 
 @pytest.mark.filterwarnings("ignore:Expected labels of at least two classes")
-def test_the_form_of_the_variance_is_chosen_from_some_of_very_many_rows(
-    tmp_path: Path, rows_read: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = replace(selection.SELECTION, max_rows=3000, enough_rows=500)
-    monkeypatch.setattr(selection, "SELECTION", few)
-    looked_at: list[int] = []
-    compare = selection.compare
+def test_the_form_of_the_variance_is_chosen_from_some_of_very_many_rows(tmp_path, rows_read, monkeypatch):
+    monkeypatch.setattr(selection, "SELECTION", replace(selection.SELECTION, max_rows=3000, enough_rows=500))
+    compare, looked_at = selection.compare, []
 
-    def counting(job: Any, *more: Any) -> selection.Selection:
+    def counting(*args):
         before = rows_read["all"]
-        found = compare(job, *more)
+        found = compare(*args)
         looked_at.append(rows_read["all"] - before)
         return found
 
@@ -247,15 +220,9 @@ def test_the_form_of_the_variance_is_chosen_from_some_of_very_many_rows(
     assert 3000 < looked_at[0] < 1_000_000
 
 
-# Memory.
-
 STATUS = Path("/proc/self/status")
-linux = pytest.mark.skipif(not STATUS.exists(), reason="/proc tells how much memory is used, and is not here")
-
-
-def memory_of_this_process(what: str) -> int:
-    """In bytes; "VmHWM" is the most it ever held."""
-    return int(STATUS.read_text().split(f"{what}:")[1].split()[0]) * 1024
+ROOM = 60 * 10**6
+"""Bytes, in which not even one column of ten million numbers in float64 fits."""
 
 
 def fit_ten_million_rows_in_little_memory(folder: Path) -> None:
@@ -266,15 +233,11 @@ def fit_ten_million_rows_in_little_memory(folder: Path) -> None:
     assert outputs.nbytes > 4 * ROOM
     fit = FMGP(None, "classification", steps=20, num_inducing=20).fit
     fit(many(200, 3))  # so that libraries have what they need
-    limit = memory_of_this_process("VmData") + ROOM
+    limit = 1024 * int(STATUS.read_text().split("VmData:")[1].split()[0]) + ROOM
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     fit(outputs)
 
 
-ROOM = 60 * 10**6
-"""Bytes, in which not even one column of ten million numbers in float64 fits."""
-
-
-@linux
-def test_ten_million_rows_stay_in_their_file(tmp_path: Path) -> None:
+@pytest.mark.skipif(not STATUS.exists(), reason="/proc tells how much memory is used, and is not here")
+def test_ten_million_rows_stay_in_their_file(tmp_path):
     assert end_of(start(fit_ten_million_rows_in_little_memory, tmp_path / "outputs")) == 0

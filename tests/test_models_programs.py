@@ -1,7 +1,5 @@
 """Networks saved as programs (TorchScript, torch.export, ONNX): each returns what the network returns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +94,8 @@ def onnx_graphs(tmp_path_factory) -> Path:
 def test_onnx_returns_what_the_network_returns(onnx_graphs, name):
     path = str(onnx_graphs / name)
     assert_close(outputs(predictor(path), images(ROWS)), expected(raw(ROWS)), "outputs")
-    opened = predictor(path, layer="pooled")
-    assert_close(outputs(opened, images(ROWS)), expected(raw(ROWS)), "outputs", "features")
-    assert_close(outputs(opened, list(raw(ROWS).double().numpy())), expected(raw(ROWS)), "outputs", "features")
+    for data in (images(ROWS), list(raw(ROWS).double().numpy())):
+        assert_close(outputs(predictor(path, layer="pooled"), data), expected(raw(ROWS)), "outputs", "features")
 
 
 def test_onnx_is_known_by_its_graph_and_the_weights_beside_it(onnx_graphs, tmp_path):

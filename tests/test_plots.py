@@ -1,7 +1,5 @@
 """Plots: what is drawn, into which axes, and what they refuse."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np
@@ -34,9 +32,7 @@ def test_plots_draw_into_the_axes_they_are_given(draw, case, pyplot):
     pred, y = case(200)
     _, (left, right) = pyplot.subplots(1, 2)
     assert draw(pred, y, left) is left
-    assert left.has_data()
-    assert left.get_xlabel()
-    assert left.get_ylabel()
+    assert all((left.has_data(), left.get_xlabel(), left.get_ylabel()))
     assert not right.has_data()
     assert draw(pred, y).figure is not left.figure
 
@@ -58,10 +54,8 @@ def test_reliability_is_that_of_the_bins_and_few_points_are_faint():
     assert many.shape[1] == int((counts >= 10).sum()) > 2
     assert few.shape[1] == int(((counts > 0) & (counts < 10)).sum())
     inside = (confidence > 0.4) & (confidence <= 0.5)
-    hits = (pred.probs.argmax(-1) == y)[inside].double()
-    assert [float(confidence[inside].mean()), float(hits.mean())] == pytest.approx(
-        many[:, np.argmin(np.abs(many[0] - 0.45))].tolist()
-    )
+    hits, point = (pred.probs.argmax(-1) == y)[inside].double(), many[:, np.argmin(np.abs(many[0] - 0.45))]
+    assert [float(confidence[inside].mean()), float(hits.mean())] == pytest.approx(point.tolist())
 
 
 def test_the_transform_of_right_quantiles_is_flat():

@@ -1,7 +1,5 @@
 """Whatever the shapes, dtypes and degeneracies of the data, a fit ends and its predictions are sound."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch
@@ -10,8 +8,13 @@ from hypothesis import strategies as st
 
 from posthoc import FMGP, Outputs, PosthocWarning
 
-DTYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
-KINDS = st.sampled_from(["plain", "duplicated", "constant", "huge", "none"])
+DATA = {
+    "seed": st.integers(0, 10_000),
+    "n": st.integers(1, 12),
+    "m": st.integers(1, 15),
+    "dtype": st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    "kind": st.sampled_from(["plain", "duplicated", "constant", "huge", "none"]),
+}
 
 
 def features(n: int, d: int, kind: str, g: torch.Generator) -> torch.Tensor | None:
@@ -27,16 +30,7 @@ def fitted(task: str, outputs: Outputs, m: int, **options) -> FMGP:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 10_000),
-    n=st.integers(1, 12),
-    d=st.integers(1, 4),
-    m=st.integers(1, 15),
-    shape=st.sampled_from([(), (1,), (3,)]),
-    dtype=DTYPES,
-    kind=KINDS,
-    exact=st.booleans(),
-)
+@given(**DATA, d=st.integers(1, 4), shape=st.sampled_from([(), (1,), (3,)]), exact=st.booleans())
 def test_regression(seed, n, d, m, shape, dtype, kind, exact):
     """N = 1, M > N, a network without any error, every shape of outputs."""
     g = torch.Generator().manual_seed(seed)
@@ -56,12 +50,8 @@ def test_regression(seed, n, d, m, shape, dtype, kind, exact):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    seed=st.integers(0, 10_000),
-    n=st.integers(1, 12),
+    **DATA,
     c=st.integers(2, 6),
-    m=st.integers(1, 15),
-    dtype=DTYPES,
-    kind=KINDS,
     variance=st.sampled_from(["per_output", "shared"]),
     inducing=st.sampled_from(["kmeans", "random", "per_class"]),
 )
@@ -76,6 +66,5 @@ def test_classification(seed, n, c, m, dtype, kind, variance, inducing):
     assert pred.probs.isfinite().all()
     torch.testing.assert_close(pred.probs.sum(-1), torch.ones(n, dtype=pred.probs.dtype))
     assert (pred.latent.variance >= 0).all()
-    top = logits.argmax(-1)
-    assert torch.equal(pred.probs.argmax(-1), top)
+    assert torch.equal(pred.probs.argmax(-1), logits.argmax(-1))
     assert pred.log_prob(labels).isfinite().all()
