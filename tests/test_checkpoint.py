@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -117,9 +117,10 @@ def die_after(steps: int) -> None:
     PlainSteps.step = steps_until(steps, die)  # type: ignore[method-assign]
 
 
-def resume_and_save(case: str, folder: Path, out: Path, steps: int = STEPS) -> None:
+def resume_and_save(case: str, folder: Path, out: Path, steps: int | None = None) -> None:
     torch.set_num_threads(1)
-    die_after(steps)
+    if steps is not None:
+        die_after(steps)
     fit(case, checkpoint=folder, checkpoint_every=EVERY, resume=True).save(out)
 
 
@@ -173,8 +174,8 @@ def test_killed_while_it_writes_a_checkpoint(moment: str, step: int, tmp_path: P
 
 def interrupted(folder: Path, case: str = "classes", *, after: int = 20, **more: Any) -> None:
     """A fit that raises in the middle, as on Ctrl-C."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(PlainSteps, "step", steps_until(after, Mock(side_effect=KeyboardInterrupt)))
+    step = steps_until(after, Mock(side_effect=KeyboardInterrupt))
+    with patch.object(PlainSteps, "step", step), pytest.raises(KeyboardInterrupt):
         fit(case, checkpoint=folder, **{"checkpoint_every": EVERY, **more})
 
 
@@ -271,6 +272,7 @@ def test_every_vector_comes_back_to_its_place(tmp_path: Path) -> None:
 
 # Another run's checkpoint.
 
+
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was interrupted, for others to be refused."""
@@ -282,19 +284,19 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        ({"lr": 0.03}, "lr"),
-        ({"variance": "shared"}, "variance"),
-        ({"inducing_classes": [0, 1, 2, 0]}, "inducing_classes"),
-        ({"kernel": RBF() + RBF()}, r"kernel\.type"),
-        ({"kernel": RBF(amplitude=2.0)}, r"kernel\.start\.log_amplitude"),
-        ({"kernel": RBF().requires_grad_(False)}, r"kernel\.start\.log_lengthscale"),
-        ({"lr": 0.03, "seed": 7}, r"lr: 0\.03 now, 0\.01 there; config\.seed: 7 now, 0 there\)"),
+        ({"lr": 0.03}, r"\bconfig\.lr: .* now, .* there"),
+        ({"variance": "shared"}, r"\bconfig\.variance: .* now, .* there"),
+        ({"inducing_classes": [0, 1, 2, 0]}, r"\bconfig\.inducing_classes: .* now, .* there"),
+        ({"kernel": RBF() + RBF()}, r"\bconfig\.kernel\.type: .* now, .* there"),
+        ({"kernel": RBF(amplitude=2.0)}, r"\bconfig\.kernel\.start\.log_amplitude: .* now, .* there"),
+        ({"kernel": RBF().requires_grad_(False)}, r"\bconfig\.kernel\.start\.log_lengthscale: .* now, .* there"),
+        ({"lr": 0.03, "seed": 7}, r"\(config\.lr: 0\.03 now, 0\.01 there; config\.seed: 7 now, 0 there\)"),
     ],
 )
 def test_a_checkpoint_of_other_options_is_refused_before_the_work(other, named, begun, monkeypatch):
     before = bytes_in(begun)
     monkeypatch.setattr(FMGP, "_fit", lambda *args: pytest.fail("the fit was begun"))
-    with pytest.raises(FileError, match=rf"another configuration.*\bconfig\.{named}.* now, .* there"):
+    with pytest.raises(FileError, match=f"another configuration.*{named}"):
         fit(options=other, checkpoint=begun, resume=True)
     assert bytes_in(begun) == before
 
@@ -354,11 +356,11 @@ def test_a_folder_with_files_is_refused_without_resume(tmp_path: Path) -> None:
     assert bytes_in(tmp_path) == before
 
 
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "truncated": lambda content: content[: len(content) // 2],
-    "one bit": lambda content: content[:-20] + bytes([content[-20] ^ 1]) + content[-19:],
-    "another step": lambda content: content.replace(b'\\"step\\": 3', b'\\"step\\": 4'),
-    "another format": lambda content: fit()._bytes(),
+DAMAGE: dict[str, Callable[[bytes, Path], bytes]] = {
+    "truncated": lambda content, path: content[: len(content) // 2],
+    "one bit": lambda content, path: content[:-20] + bytes([content[-20] ^ 1]) + content[-19:],
+    "another step": lambda content, path: content.replace(b'\\"step\\": 3', b'\\"step\\": 4'),
+    "another format": lambda content, path: saved(fit(), path),
 }
 
 
@@ -366,7 +368,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 def test_a_damaged_or_foreign_checkpoint_is_refused(damage: str, tmp_path: Path) -> None:
     interrupted(tmp_path, after=5)
     path, intact = tmp_path / "checkpoint.safetensors", bytes_in(tmp_path)
-    path.write_bytes(DAMAGE[damage](intact))
+    path.write_bytes(DAMAGE[damage](intact, path))
     before = path.read_bytes()
     assert before != intact
     with pytest.raises(FileError, match=f"Expected.*{re.escape(str(path))}"):
@@ -388,7 +390,7 @@ def fit_a_network(**more: Any) -> None:
 def test_a_folder_that_cannot_be_used_is_refused_before_the_network_is_run(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    expected = {file: "a folder", file / "inside": "a folder", tmp_path: ".* empty checkpoint folder"}
+    expected = {file: "a folder", file / "inside": "a folder", tmp_path: "an empty checkpoint folder"}
     for folder, message in expected.items():
         with pytest.raises(FileError, match=f"Expected {message}"):
             fit_a_network(checkpoint=folder)
