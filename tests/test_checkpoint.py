@@ -124,9 +124,6 @@ def resume_and_save(case: str, folder: Path, out: Path, steps: int | None = None
     fit(case, checkpoint=folder, checkpoint_every=EVERY, resume=True).save(out)
 
 
-# Killed and resumed.
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_killed_between_checkpoints_and_resumed_gives_the_bytes_of_one_run(case: str, tmp_path: Path) -> None:
     expected = saved(fit(case), tmp_path / "expected.safetensors")
@@ -210,9 +207,6 @@ def test_a_checkpoint_changes_no_number(case: str, every: int, tmp_path: Path) -
     assert step_in(tmp_path) == STEPS  # the last state is written, whatever `every` is
 
 
-# Where there is nothing left to do, or nothing yet.
-
-
 def test_resume_without_a_checkpoint_starts_afresh(tmp_path: Path) -> None:
     assert same(numbers(fit(checkpoint=tmp_path / "not" / "there", resume=True)), numbers(fit()))
 
@@ -270,9 +264,6 @@ def test_every_vector_comes_back_to_its_place(tmp_path: Path) -> None:
     assert [float(t[0]) for t in after.best] == [1.0, 2.0, 3.0, 4.0]
 
 
-# Another run's checkpoint.
-
-
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was interrupted, for others to be refused."""
@@ -313,9 +304,8 @@ def nudged(outputs: Outputs, name: str) -> Outputs:
 @pytest.mark.parametrize("block", ["outputs", "targets", "features"])
 def test_a_checkpoint_of_other_data_is_refused(which: str, block: str, tmp_path: Path) -> None:
     given = {"data": classes(), "val": classes(12, seed=5)}
+    method = FMGP(None, "classification", **{**SMALL, "steps": 4}).fit(**given, checkpoint=tmp_path)
     other = {**given, which: nudged(given[which], block)}
-    method = FMGP(None, "classification", **{**SMALL, "steps": 4})
-    method.fit(**given, checkpoint=tmp_path)
     with pytest.raises(FileError, match=rf"other data.*\b{which}\.sha256: \w+ now, \w+ there"):
         method.fit(**other, checkpoint=tmp_path, resume=True)
     assert method.fit(**given, checkpoint=tmp_path, resume=True).fitted
@@ -343,9 +333,6 @@ def test_a_checkpoint_of_another_likelihood_or_network_is_refused(tmp_path: Path
     with pytest.raises(FileError, match="network: "):
         run(mlp(3, seed=1), "classification", resume=True)
     assert run(mlp(3), "classification", resume=True).fitted
-
-
-# Folders and files that cannot be used.
 
 
 def test_a_folder_with_files_is_refused_without_resume(tmp_path: Path) -> None:
@@ -422,9 +409,6 @@ def test_fresh_batches_cannot_be_resumed(tmp_path: Path) -> None:
         method.fit((inputs(), labels()), checkpoint=tmp_path)
 
 
-# What a checkpoint tells of where it was made.
-
-
 def test_files_say_nothing_of_place_or_time(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there" / "folder"
     there.parent.mkdir()
@@ -436,9 +420,6 @@ def test_files_say_nothing_of_place_or_time(tmp_path: Path) -> None:
     for word in (str(tmp_path), tmp_path.name, str(Path.home()), socket.gethostname(), sys.executable):
         if len(word) > 4:  # a shorter one may be there by chance
             assert word.encode() not in head + bytes_in(here)
-
-
-# The command line.
 
 
 def run_command(monkeypatch: pytest.MonkeyPatch, *args: Any) -> int:
@@ -465,9 +446,7 @@ def arguments(data: Path, folder: Path, out: Path) -> list[Any]:
     return ["fit", f"{data}[:30]", "--val", f"{data}[30:]", "--task", "classification", "-o", out, *SETTINGS, *kept]
 
 
-def test_command_goes_on_after_it_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_goes_on_after_it_was_killed(tmp_path, monkeypatch, capsys):
     data, folder, out = tmp_path / "data.npz", tmp_path / "folder", tmp_path / "out.safetensors"
     save_outputs(classes(), data)
     assert end_of(start(run_command_and_die, data, folder, out)) == -signal.SIGKILL

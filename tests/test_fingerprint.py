@@ -67,9 +67,6 @@ def test_network_of_equal_weights_and_other_layers_is_refused(pair: str, tmp_pat
         FMGP.load(path, model=other())
 
 
-# The same network.
-
-
 def changed(index: int, layer: nn.Module) -> nn.Module:
     model = Noisy()
     model.body[index] = layer

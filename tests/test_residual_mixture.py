@@ -135,9 +135,6 @@ def test_gaussian_residuals_have_nearly_the_normal_mixture(n: int) -> None:
     assert float((NORMAL.log_density(new) - mixture.log_density(new)).mean()) < 0.02
 
 
-# Predictives with a mixture
-
-
 def predictive(mixture: ResidualMixture | None, n: int = 7) -> RegressionPredictive:
     generator = torch.Generator().manual_seed(3)
     mean, latent, noise = (torch.rand(n, 2, generator=generator, dtype=torch.float64) for _ in range(3))
