@@ -56,9 +56,6 @@ class Case(NamedTuple):
     predict: Callable[[Any, Data], Any] = lambda method, data: method.predict(data.test)
 
 
-# ---- the API, in one place -------------------------------------------------------------------------------------------
-
-
 def answers(pred: Any, y: Any) -> Numbers:
     """What a prediction says, by names that do not change with the API."""
     if hasattr(type(pred), "covers"):
@@ -126,9 +123,6 @@ def with_covariance(method: Any, data: Data) -> Any:
     return method.predict(data.test, covariance=True)
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------
-
-
 class Network(nn.Module):
     """inputs -> tanh features -> outputs, in float64."""
 
@@ -191,9 +185,6 @@ def single_logit() -> Data:
 
 def changed_outputs(data: Data, change: Callable[[Tensor], Tensor]) -> Data:
     return Data(*(rows.with_outputs(change(rows.outputs)) for rows in data[:3]), data.network)
-
-
-# ---- cases -----------------------------------------------------------------------------------------------------------
 
 
 SCALING = Categorical(training="logit_scaling", prediction="logit_scaling")
@@ -269,9 +260,6 @@ def found(case: Case) -> Numbers:
 
 def numpy(tensors: dict[str, Tensor]) -> Numbers:
     return {name: tensor.detach().numpy() for name, tensor in tensors.items()}
-
-
-# ---- comparison and recording ----------------------------------------------------------------------------------------
 
 
 def arithmetic() -> Numbers:

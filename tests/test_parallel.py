@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -122,14 +124,8 @@ def test_parallel_fits_of_parts_have_the_same_numbers(case: str, threads_of_step
 def test_a_fit_that_is_interrupted_leaves_no_thread_at_work(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     likelihood, data = FITS[case]
     step, before = PlainSteps.step, threading.active_count()
-    steps = iter(range(50))
-
-    def interrupted(*args: Any) -> Any:
-        if next(steps, None) is None:
-            raise KeyboardInterrupt
-        return step(*args)
-
-    monkeypatch.setattr(PlainSteps, "step", interrupted)
+    interrupt = Mock(side_effect=chain(repeat(None, 50), repeat(KeyboardInterrupt)))
+    monkeypatch.setattr(PlainSteps, "step", lambda *args: interrupt() or step(*args))
     method = FMGP(None, likelihood, **{**QUICK, "steps": 100_000})
     with pytest.raises(KeyboardInterrupt):
         method.fit(data())

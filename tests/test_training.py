@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from posthoc import FMGP, RBF, Categorical, Gaussian, Linear, NotFittedError, TrainingError, White
 from posthoc.fmgp.process import correction
@@ -210,7 +210,8 @@ def test_validation_does_not_change_the_course_of_training() -> None:
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_loss_that_is_not_finite_raises(loss: float) -> None:
     parameter, losses = nn.Parameter(torch.zeros(())), iter([1.0, 1.0, loss])
-    with pytest.raises(TrainingError, match=rf"became {loss} at step 3 of 9\. Lower the learning rate \(it is 0\.5\)"):
+    message = rf"The loss became {loss} at step 3 of 9\. Lower the learning rate \(it is 0\.5\)"
+    with pytest.raises(TrainingError, match=message):
         train(lambda batch: parameter * 0.0 + next(losses), [parameter], Nothing(), Training(steps=9, lr=0.5))
 
 
