@@ -19,14 +19,11 @@ from scipy import stats
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc import FMGP, MAP, Outputs, load
+from posthoc import FMGP, MAP, ClassificationPredictive, LatentGaussian, Outputs, Predictive, RegressionPredictive, load
 from posthoc.base import Method
 from posthoc.errors import DataError, FileError, NotFittedError, OptionError, PosthocWarning, WrongTaskError
 from posthoc.evaluate.metrics import coverage, width
-from posthoc.predictive.base import LatentGaussian, Predictive
-from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.conformal import APS, LAC, Conformal, Residual, uniform
-from posthoc.predictive.regression import RegressionPredictive
 from tests.cases import QUICK, in_eval, inputs, labels, mlp, values
 
 DOUBLE = torch.float64

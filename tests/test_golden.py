@@ -188,6 +188,7 @@ def changed_outputs(data: Data, change: Callable[[Tensor], Tensor]) -> Data:
 
 
 SCALING = Categorical(training="logit_scaling", prediction="logit_scaling")
+ON_INPUTS = RBF(on="inputs")
 MONTE_CARLO = Categorical(training="monte_carlo", prediction="monte_carlo", samples=16)
 KERNELS = Matern(on="features") + Linear(on="inputs") * Constant(variance=0.5) + White(variance=0.1)
 THREE = partial(regression, outputs=3)
@@ -196,7 +197,7 @@ MANY = partial(classes, outputs=12)
 # Cases named "auto" let the fit choose the form of the variance; where one is named too, it is the one chosen.
 CASES: dict[str, Case] = {
     "regression_learnt": Case(regression, fmgp(), 30),
-    "regression_gaussian_inputs": Case(regression, fmgp(kernel=RBF(on="inputs"), residuals="gaussian", alpha=0.5), 30),
+    "regression_gaussian_inputs": Case(regression, fmgp(kernel=ON_INPUTS, residuals="gaussian", alpha=0.5), 30),
     "regression_kernels_elbo": Case(
         regression, fmgp(kernel=KERNELS, residuals="gaussian", alpha=0.0, inducing="random"), 30
     ),
@@ -210,9 +211,7 @@ CASES: dict[str, Case] = {
     "regression_outputs_separable": Case(THREE, fmgp(variance="separable", residuals="gaussian"), 30, with_covariance),
     "regression_outputs_shared": Case(THREE, fmgp(variance="shared", standardize=False), 30),
     "classes_auto_separable": Case(partial(classes, rows=800), fmgp(steps=200, lr=0.05)),
-    "classes_auto_per_output": Case(
-        partial(classes, rows=400, outputs=2), fmgp(steps=150, lr=0.05, kernel=RBF(on="inputs"))
-    ),
+    "classes_auto_per_output": Case(partial(classes, rows=400, outputs=2), fmgp(steps=150, lr=0.05, kernel=ON_INPUTS)),
     "classes_auto_temperature": Case(partial(classes, rows=400), fmgp(steps=90, lr=0.03)),
     "classes_auto_val": Case(partial(classes, rows=250), fmgp(val=True, steps=60)),
     "classes_auto_few": Case(partial(classes, rows=150), fmgp(steps=40)),
@@ -222,7 +221,7 @@ CASES: dict[str, Case] = {
     "classes_default_steps": Case(partial(classes, rows=220), fmgp(variance="separable")),
     "classes_shared": Case(classes, fmgp(variance="shared"), 30),
     "classes_shared_once_inputs": Case(
-        classes, fmgp(variance="shared", kl="once", kernel=RBF(on="inputs"), ood_strength=0.0), 30
+        classes, fmgp(variance="shared", kl="once", kernel=ON_INPUTS, ood_strength=0.0), 30
     ),
     "classes_logit_scaling": Case(classes, fmgp(SCALING, variance="per_output"), 30),
     "classes_monte_carlo": Case(classes, fmgp(MONTE_CARLO, variance="separable", alpha=0.5), 20),

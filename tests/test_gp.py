@@ -13,11 +13,8 @@ from scipy.optimize import minimize
 from scipy.stats import multivariate_normal
 from torch import Tensor, nn
 
-from posthoc.collect.outputs import Outputs
-from posthoc.errors import DataError, LayerError, MissingExtraError, OptionError, TrainingError
+from posthoc import GP, DataError, Gaussian, LayerError, MissingExtraError, OptionError, Outputs, TrainingError
 from posthoc.io import read_head
-from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.gp import GP
 from posthoc.methods.gp_processes import Exact, Sparse
 from tests.cases import AnyWidth, inputs, mlp, recorded, values
 from tests.oracles import kernel_matrix

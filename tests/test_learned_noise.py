@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from posthoc import FMGP, Outputs
+from posthoc import FMGP, Gaussian, Outputs, RegressionPredictive
 from posthoc.evaluate.metrics import coverage, crps, nll
-from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.learned_noise import MixtureNoise
 from posthoc.predictive.latent import IndependentLatent
-from posthoc.predictive.regression import RegressionPredictive
 
 ROWS, SEED = 2000, 100
 EDGE = 0.015

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc import FMGP
-from posthoc.errors import TrainingError
+from posthoc import FMGP, TrainingError
 from posthoc.training import run_parallel, single_thread
 from posthoc.training.loop import PlainSteps
 from tests.cases import numbers, same

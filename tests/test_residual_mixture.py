@@ -11,10 +11,9 @@ import torch
 from scipy import integrate, optimize, stats
 from torch import Tensor
 
+from posthoc import LatentGaussian, RegressionPredictive
 from posthoc.evaluate.metrics import coverage, cqm, crps, crps_of_draws
 from posthoc.predictive import residual_mixture as mixture_module
-from posthoc.predictive.base import LatentGaussian
-from posthoc.predictive.regression import RegressionPredictive
 from posthoc.predictive.residual_mixture import NORMAL, ResidualMixture, grid_of_normals, zero_mean_weights
 
 LEVELS = (0.001, 0.025, 0.5, 0.9, 0.9999)

@@ -14,12 +14,9 @@ import sklearn.metrics as sk  # type: ignore[import-untyped]
 import torch
 from torch import distributed
 
-from posthoc import DataError, WrongTaskError
+from posthoc import ClassificationPredictive, DataError, LatentGaussian, RegressionPredictive, WrongTaskError
 from posthoc.evaluate import metrics as m
 from posthoc.evaluate.scores import METRICS, Scores, bootstrap_error
-from posthoc.predictive.base import LatentGaussian
-from posthoc.predictive.classification import ClassificationPredictive
-from posthoc.predictive.regression import RegressionPredictive
 from tests.test_metrics import class_case, real_case
 
 CASES: dict[str, Callable[..., Any]] = {"classification": class_case, "regression": real_case}

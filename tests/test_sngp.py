@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc.errors import LayerError
+from posthoc import Categorical, Gaussian, LayerError
 from posthoc.io import read_head
-from posthoc.likelihoods.categorical import Categorical
-from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods.weights.sngp import SNGP, RandomFeatures, SpectralBound, bound_layers, settle_bounds
 from tests.cases import Noisy, answers, in_eval, inputs, labels, mlp, same, values
 from tests.oracles import kernel_matrix

@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from posthoc.errors import OptionError
+from posthoc import Categorical, OptionError, VaLLA
 from posthoc.fmgp.points import PointView
 from posthoc.fmgp.process import Objective
-from posthoc.likelihoods.categorical import Categorical
-from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.ntk.valla import VaLLA
 from tests import oracles
 from tests.cases import inputs, labels, mlp
 from tests.linearized import case, covariance, hessians, jacobian, last_only, without_bias
@@ -65,11 +62,12 @@ def test_with_all_points_and_the_best_factor_it_is_the_linearized_laplace_approx
     method = everywhere(model, task, weights, x, y)
     rows, classes = places(method, model, x)
     assert len(set(zip(rows.tolist(), classes.tolist(), strict=True))) == len(x) * model(x).shape[1]
-    likelihood = method.likelihood
     curvature = inside = hessians(model(x).detach())
-    if isinstance(likelihood, Gaussian):
-        inside = torch.diag_embed((1.0 / likelihood.noise.detach()).expand(len(x), 2))  # in the units of training
-        curvature = inside / likelihood.scale.square()
+    if task == "regression":
+        inside = torch.diag_embed(
+            (1.0 / method.likelihood.noise.detach()).expand(len(x), 2)
+        )  # in the units of training
+        curvature = inside / method.likelihood.scale.square()
     knows(method, inside, rows, classes)
     free = model if weights == "all" else last_only(model)
     expected = covariance(jacobian(free, x), curvature, jacobian(free, new), 3.0)
