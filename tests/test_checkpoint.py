@@ -227,11 +227,8 @@ def test_no_steps_leave_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_fit_that_diverges_keeps_the_last_sound_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoilt(*args: Any) -> Any:
-        return step(*args) * (math.nan if next(taken) == 10 else 1.0)
-
-    step, taken = PlainSteps.step, iter(range(STEPS))
-    monkeypatch.setattr(PlainSteps, "step", spoilt)
+    step, factor = PlainSteps.step, Mock(side_effect=[1.0] * 10 + [math.nan])
+    monkeypatch.setattr(PlainSteps, "step", lambda *args: step(*args) * factor())
     with pytest.raises(TrainingError, match="became nan at step 11"):
         fit(checkpoint=tmp_path, checkpoint_every=EVERY)
     assert step_in(tmp_path) == 9

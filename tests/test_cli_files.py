@@ -213,17 +213,17 @@ def test_the_task_is_known_from_the_targets_and_other_methods_can_be_fitted(fold
 def test_an_interrupted_fit_says_how_to_resume(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FMGP, "fit", Mock(side_effect=KeyboardInterrupt))
     for options, code, text in [
-        ([], 130, "with --checkpoint FOLDER"),
-        (["--checkpoint", "c"], 130, "--resume"),
-        (["--seed", "4294967296"], 2, "4294967295"),
+        ("", 130, "with --checkpoint FOLDER"),
+        (" --checkpoint c", 130, "--resume"),
+        (" --seed 4294967296", 2, "4294967295"),
     ]:
-        result = CliRunner().invoke(app, ["fit", "classes.npz", "-o", "h", *options])
+        result = CliRunner().invoke(app, f"fit classes.npz -o h{options}")
         assert result.exit_code == code
         assert text in result.output
 
 
 def test_errors_and_warnings_are_one_line_each(folder: Path) -> None:
-    command = [sys.executable, *["-m", "posthoc", "fit", "classes.npz[:4]", "--task", "classification", "-o", "h"]]
+    command = [sys.executable, *"-m posthoc fit classes.npz[:4] --task classification -o h".split()]
     done = subprocess.run([*command, "--set", "steps=2"], capture_output=True, text=True, check=True)
     assert done.stderr == "posthoc: Asked for 100 inducing points but there are only 4 data points: using 4.\n"
     failed = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -105,7 +105,7 @@ def test_caches_that_come_and_grow_are_no_sign_of_another_network(length, fitted
     FMGP.load(saved(first, tmp_path), model=second)
 
 
-PROGRAMS: dict[str, Callable[[nn.Module], Any]] = {
+PROGRAMS: dict[str, Any] = {
     "scripted": torch.jit.script,
     "traced": lambda model: torch.jit.trace(model, inputs(2)),
     "symbolic": torch.fx.symbolic_trace,

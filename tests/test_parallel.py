@@ -91,16 +91,10 @@ QUICK: dict[str, Any] = {"steps": 60, "num_inducing": 10, "batch_size": 20}
 
 
 @pytest.fixture
-def threads_of_steps(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def threads_of_steps(monkeypatch):
     """The names of the threads that took steps."""
-    seen: set[str] = set()
-    step = PlainSteps.step
-
-    def noting(*args: Any) -> Any:
-        seen.add(threading.current_thread().name)
-        return step(*args)
-
-    monkeypatch.setattr(PlainSteps, "step", noting)
+    seen, step = set(), PlainSteps.step
+    monkeypatch.setattr(PlainSteps, "step", lambda *args: seen.add(threading.current_thread().name) or step(*args))
     return seen
 
 

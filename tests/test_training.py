@@ -143,11 +143,10 @@ class Nothing:
 
     ahead, fixed, weight = 2, True, 1.0
 
-    def block(self, step: int, count: int) -> Nothing:
+    def block(self, *args: Any) -> Any:
         return self
 
-    def map(self, change: Any) -> Nothing:
-        return self
+    map = block
 
 
 def climb(scores: list[float], **options: Any) -> tuple[float, History]:

@@ -63,10 +63,8 @@ def test_with_all_points_and_the_best_factor_it_is_the_linearized_laplace_approx
     rows, classes = places(method, model, x)
     assert len(set(zip(rows.tolist(), classes.tolist(), strict=True))) == len(x) * model(x).shape[1]
     curvature = inside = hessians(model(x).detach())
-    if task == "regression":
-        inside = torch.diag_embed(
-            (1.0 / method.likelihood.noise.detach()).expand(len(x), 2)
-        )  # in the units of training
+    if task == "regression":  # `inside` is in the units of training
+        inside = torch.diag_embed((1.0 / method.likelihood.noise.detach()).expand(len(x), 2))
         curvature = inside / method.likelihood.scale.square()
     knows(method, inside, rows, classes)
     free = model if weights == "all" else last_only(model)
