@@ -223,7 +223,7 @@ def test_an_interrupted_fit_says_how_to_resume(folder: Path, monkeypatch: pytest
 
 
 def test_errors_and_warnings_are_one_line_each(folder: Path) -> None:
-    command = [sys.executable, *"-m posthoc fit classes.npz[:4] --task classification -o h".split()]
+    command = [sys.executable, *["-m", "posthoc", "fit", "classes.npz[:4]", "--task", "classification", "-o", "h"]]
     done = subprocess.run([*command, "--set", "steps=2"], capture_output=True, text=True, check=True)
     assert done.stderr == "posthoc: Asked for 100 inducing points but there are only 4 data points: using 4.\n"
     failed = subprocess.run(command, capture_output=True, text=True, check=False)
