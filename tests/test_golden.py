@@ -96,7 +96,7 @@ def fit_of(
 ) -> Callable[..., Any]:
     """A fit of a method, on outputs that are known or on those of a network."""
 
-    def fit(data: Data, **more: Any) -> Any:
+    def fit(data: Any, **more: Any) -> Any:
         task = "regression" if data.fit.targets.is_floating_point() else "classification"
         given = options | more
         if "steps" in given:
@@ -184,7 +184,8 @@ def single_logit() -> Data:
 
 
 def changed_outputs(data: Data, change: Callable[[Tensor], Tensor]) -> Data:
-    return Data(*(rows.with_outputs(change(rows.outputs)) for rows in data[:3]), data.network)
+    fit, val, test = (rows.with_outputs(change(rows.outputs)) for rows in (data.fit, data.val, data.test))
+    return Data(fit, val, test, data.network)
 
 
 SCALING = Categorical(training="logit_scaling", prediction="logit_scaling")

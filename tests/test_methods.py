@@ -32,7 +32,7 @@ def nll(data: Outputs, temperature: float) -> float:
     return float(torch.nn.functional.cross_entropy(data.outputs / temperature, data.targets))
 
 
-def temperature(data: Outputs) -> float:
+def temperature(data):
     """As `Temperature` finds it."""
     return Temperature(None, "classification").fit(data).likelihood.temperature.item()
 
