@@ -51,9 +51,7 @@ def kernel_matrix(name: str, a: Tensor, b: Tensor, lengthscale: Tensor, amplitud
     return out
 
 
-def coupled_covariance(
-    b: Tensor, k_diag: Tensor, k_xz: Tensor, k_zz: Tensor, z_class: Tensor, chol: Tensor
-) -> Tensor:  # (N, C, C)
+def coupled_covariance(b, k_diag, k_xz, k_zz, z_class, chol):  # (N, C, C)
     """V(x) of the multi-output process with kernel B_cc' k(x, x'), one point at a time."""
     gain = correction(chol, b[z_class][:, z_class] * k_zz)
     covariances = []
@@ -66,8 +64,7 @@ def coupled_covariance(
 def gaussian_energy_by_quadrature(residual: float, variance: float, noise: float, alpha: float) -> float:
     """(1/α) log E[N(y | f, σ²)^α] (E[log N] at α = 0) by a fine Riemann sum over f."""
     z = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
-    weight = torch.exp(-0.5 * z**2)
-    weight = weight / weight.sum()
+    weight = torch.softmax(-0.5 * z**2, 0)
     log_density = -0.5 * ((residual - math.sqrt(variance) * z) ** 2 / noise + math.log(2 * math.pi * noise))
     if alpha == 0:
         return float((weight * log_density).sum())
@@ -96,6 +93,5 @@ class DenseLatent(Latent):
         return self._covariance
 
     def difference(self, top: Tensor) -> Tensor:
-        row = self._covariance[torch.arange(len(top), device=top.device), top]
-        variance = self.variance
+        row, variance = self._covariance[torch.arange(len(top), device=top.device), top], self.variance
         return (variance + variance.gather(-1, top[:, None]) - 2.0 * row).clamp_min(0.0)

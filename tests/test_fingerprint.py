@@ -18,9 +18,7 @@ from tests.test_eval_mode import Cache, adapted
 
 
 def with_activation(activation: nn.Module) -> nn.Module:
-    model = mlp()
-    model[1] = activation
-    return model
+    return nn.Sequential(mlp()[0], activation, mlp()[2])
 
 
 def convolution(stride: int, padding: int) -> nn.Module:
@@ -30,21 +28,17 @@ def convolution(stride: int, padding: int) -> nn.Module:
         return nn.Sequential(nn.Unflatten(1, (1, WIDTH)), conv, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(2, 1))
 
 
-def attention(heads: int) -> nn.Module:
-    class Attending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                self.first, self.attend = nn.Linear(WIDTH, 4), nn.MultiheadAttention(4, heads)
-                self.last = nn.Linear(4, 1)
+class Attending(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first, self.attend = nn.Linear(WIDTH, 4), nn.MultiheadAttention(4, heads)
+            self.last = nn.Linear(4, 1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)[None]
-            out: Tensor = self.last(self.attend(h, h, h)[0][0])
-            return out
-
-    return Attending()
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x)[None]
+        return self.last(self.attend(h, h, h)[0][0])
 
 
 def saved(model: nn.Module, folder: Path) -> Path:
@@ -59,7 +53,7 @@ PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "another form": (lambda: with_activation(nn.GELU()), lambda: with_activation(nn.GELU("tanh"))),
     "another stride": (lambda: convolution(1, 1), lambda: convolution(2, 1)),
     "another padding": (lambda: convolution(1, 1), lambda: convolution(1, 2)),
-    "other heads": (lambda: attention(1), lambda: attention(2)),
+    "other heads": (lambda: Attending(1), lambda: Attending(2)),
     "one more layer": (lambda: nn.Sequential(mlp()), lambda: nn.Sequential(mlp(), nn.Softplus())),
 }
 
@@ -71,9 +65,6 @@ def test_network_of_equal_weights_and_other_layers_is_refused(pair: str, tmp_pat
     FMGP.load(path, model=make())
     with pytest.raises(FileError, match=r"Expected the network.*found another.*its layers .* differ\. Load the right"):
         FMGP.load(path, model=other())
-
-
-# The same network.
 
 
 def changed(index: int, layer: nn.Module) -> nn.Module:
@@ -106,9 +97,7 @@ def test_the_same_network_in_another_state_is_taken(state: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("fitted_after_use", [True, False])
 @pytest.mark.parametrize("length", [0, 2])
-def test_caches_that_come_and_grow_are_no_sign_of_another_network(
-    length: int, fitted_after_use: bool, tmp_path: Path
-) -> None:
+def test_caches_that_come_and_grow_are_no_sign_of_another_network(length, fitted_after_use, tmp_path):
     fresh, used = (nn.Sequential(Cache(length), mlp()) for _ in range(2))
     used(inputs())
     assert fresh[0].made != used[0].made
@@ -116,16 +105,11 @@ def test_caches_that_come_and_grow_are_no_sign_of_another_network(
     FMGP.load(saved(first, tmp_path), model=second)
 
 
-def compiled_in_place(model: nn.Module) -> nn.Module:
-    model.compile(backend="eager")
-    return model
-
-
-PROGRAMS: dict[str, Callable[[nn.Module], Any]] = {
+PROGRAMS: dict[str, Any] = {
     "scripted": torch.jit.script,
     "traced": lambda model: torch.jit.trace(model, inputs(2)),
     "symbolic": torch.fx.symbolic_trace,
-    "compiled in place": compiled_in_place,
+    "compiled in place": lambda model: model.compile(backend="eager") or model,
 }
 
 

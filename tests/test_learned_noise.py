@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from posthoc import FMGP, Outputs
+from posthoc import FMGP, Gaussian, Outputs, RegressionPredictive
 from posthoc.evaluate.metrics import coverage, crps, nll
-from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.learned_noise import MixtureNoise
 from posthoc.predictive.latent import IndependentLatent
-from posthoc.predictive.regression import RegressionPredictive
 
 ROWS, SEED = 2000, 100
 EDGE = 0.015
@@ -36,12 +34,6 @@ def fitted(data: Outputs, **options: Any) -> FMGP:
     return FMGP(None, "regression", progress=False, num_inducing=10, **options).fit(data)
 
 
-def predict(model: FMGP, data: Outputs) -> RegressionPredictive:
-    pred = model.predict(data)
-    assert isinstance(pred, RegressionPredictive)
-    return pred
-
-
 def shares(pred: RegressionPredictive, y: Tensor, level: float) -> tuple[float, float]:
     """Of targets below and above an interval."""
     lower, upper = pred.interval(level)
@@ -59,7 +51,7 @@ def test_rows() -> Outputs:
 
 
 def test_intervals_cover_on_both_sides_where_those_of_a_gaussian_do_not(model, test_rows):
-    learned, gaussian = predict(model, test_rows), predict(fitted(skewed(ROWS, SEED), residuals="gaussian"), test_rows)
+    learned, gaussian = model.predict(test_rows), fitted(skewed(ROWS, SEED), residuals="gaussian").predict(test_rows)
     assert gaussian.residuals is None
     for level in (0.5, 0.9, 0.95):
         tail, error = 0.5 - 0.5 * level, math.sqrt(level * (1.0 - level) * (1 / ROWS + 1 / 20_000))
@@ -71,7 +63,7 @@ def test_intervals_cover_on_both_sides_where_those_of_a_gaussian_do_not(model, t
 
 
 def test_the_mean_is_the_networks_and_the_variance_that_of_a_new_observation(model, test_rows):
-    pred = predict(model, test_rows)
+    pred = model.predict(test_rows)
     assert torch.equal(pred.mean, test_rows.outputs)
     torch.testing.assert_close(pred.residuals.variance, torch.ones(1, dtype=torch.float64))
     assert float((pred.residuals.weights * pred.residuals.shifts).sum()) == pytest.approx(0.0, abs=1e-12)
@@ -81,7 +73,7 @@ def test_the_mean_is_the_networks_and_the_variance_that_of_a_new_observation(mod
 
 def test_each_output_has_its_own_mixture():
     data, new = skewed(1000, 0, outputs=2), skewed(5000, 1, outputs=2)
-    pred = predict(fitted(data, steps=100), new)
+    pred = fitted(data, steps=100).predict(new)
     lower, upper = (end - pred.mean for end in pred.interval(0.9))
     assert bool((upper[:, 0] > -1.3 * lower[:, 0]).all())
     assert bool((upper[:, 1] < -lower[:, 1] / 1.3).all())
@@ -93,7 +85,7 @@ def test_many_outputs_share_one(monkeypatch, tmp_path):
     monkeypatch.setattr("posthoc.likelihoods.learned_noise.MAX_MIXTURES", 1)
     data = skewed(300, 0, outputs=3)
     model = fitted(data, steps=20)
-    pred = predict(model, data)
+    pred = model.predict(data)
     assert len(pred.residuals.weights) == 1
     assert pred.interval()[0].shape == (300, 3)
     model.save(tmp_path / "head.safetensors")
@@ -103,7 +95,7 @@ def test_many_outputs_share_one(monkeypatch, tmp_path):
 def test_the_outputs_may_have_one_dimension():
     data = skewed(300, 0)
     flat = Outputs(data.outputs[:, 0], data.targets[:, 0], data.features)
-    pred, wide = predict(fitted(flat, steps=20), flat), predict(fitted(data, steps=20), data)
+    pred, wide = fitted(flat, steps=20).predict(flat), fitted(data, steps=20).predict(data)
     torch.testing.assert_close(pred.interval(0.9), tuple(end[:, 0] for end in wide.interval(0.9)))
     assert pred.sample(3).shape == (3, 300)
     assert pred.quantile([0.3, 0.4]).shape == (2, 300)
@@ -112,14 +104,14 @@ def test_the_outputs_may_have_one_dimension():
 def test_few_rows_are_gaussian_as_are_others_on_request():
     for rows, options in ((199, {}), (500, {"residuals": "gaussian"})):
         model = fitted(skewed(rows, 0), steps=5, **options)
-        assert predict(model, skewed(5, 1)).residuals is None
+        assert model.predict(skewed(5, 1)).residuals is None
         assert type(model.likelihood) is Gaussian
 
 
 def test_very_many_residuals_need_no_other_fit(monkeypatch):
     monkeypatch.setattr("posthoc.fmgp.estimator.MANY_RESIDUALS", 300)
     monkeypatch.setattr("posthoc.fmgp.estimator.folds", lambda *job: pytest.fail("rows were held out"))
-    assert predict(fitted(skewed(300, 0), steps=5), skewed(5, 1)).residuals is not None
+    assert fitted(skewed(300, 0), steps=5).predict(skewed(5, 1)).residuals is not None
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
@@ -128,7 +120,7 @@ def test_at_other_alpha_a_gaussian_is_trained_and_a_mixture_learned_after(alpha)
     model = fitted(data, alpha=alpha, steps=100)
     gaussian = fitted(data, alpha=alpha, steps=100, residuals="gaussian")
     assert model.history.losses == gaussian.history.losses
-    assert nll(predict(model, new), new.targets) < nll(predict(gaussian, new), new.targets) - 0.05
+    assert nll(model.predict(new), new.targets) < nll(gaussian.predict(new), new.targets) - 0.05
 
 
 def test_the_energy_is_the_log_density_of_the_mixture():

@@ -28,16 +28,17 @@ def classified(n: int = 400, classes: int = 5, scale: float = 3.0, seed: int = 0
     return Outputs(scale * logits, y)
 
 
-def nll(logits: Tensor, y: Tensor, temperature: float) -> float:
-    return float(torch.nn.functional.cross_entropy(logits / temperature, y))
+def nll(data: Outputs, temperature: float) -> float:
+    return float(torch.nn.functional.cross_entropy(data.outputs / temperature, data.targets))
 
 
-# The registry.
+def temperature(data):
+    """As `Temperature` finds it."""
+    return Temperature(None, "classification").fit(data).likelihood.temperature.item()
 
 
 def test_registry_knows_methods_by_their_names():
-    names = "fmgp map temperature vector laplace ella valla mfvi sngp gp hmc ensemble dropout"
-    assert set(names.split()) == REGISTRY.keys()
+
     assert all(method.name == name for name, method in REGISTRY.items())
     assert method_named("fmgp") is FMGP
     with pytest.raises(OptionError, match=r"Expected a method among dropout, .*, laplace, .*, got 'laplase'"):
@@ -45,21 +46,11 @@ def test_registry_knows_methods_by_their_names():
 
 
 def test_head_of_a_method_nobody_knows_is_refused(tmp_path):
-    header = {
-        "config": {},
-        "likelihood": {},
-        "shapes": {},
-        "rounding": None,
-        "network": None,
-        "columns": None,
-        "classes": None,
-    }
-    write_head(tmp_path / "head", {"a": torch.zeros(1)}, {**header, "method": "from_the_future"})
+    names = ("rounding", "network", "columns", "classes")
+    header = {"method": "from_the_future", "config": {}, "likelihood": {}, "shapes": {}, **dict.fromkeys(names)}
+    write_head(tmp_path / "head", {"a": torch.zeros(1)}, header)
     with pytest.raises(FileError, match="head of 'from_the_future'"):
         load(tmp_path / "head")
-
-
-# MAP.
 
 
 def test_map_is_the_softmax_of_the_network():
@@ -74,8 +65,7 @@ def test_map_has_the_constant_noise_that_is_best_on_validation_data(width):
     g = G().manual_seed(1)
     outputs, residual = torch.randn(300, width, generator=g), torch.randn(300, width, generator=g)
     spread = torch.arange(1, width + 1)
-    data = Outputs(outputs, outputs + 0.1 * residual)
-    val = Outputs(outputs, outputs + spread * residual)
+    data, val = (Outputs(outputs, outputs + s * residual) for s in (0.1, spread))
     pred = MAP(None, "regression").fit(data, val=val).predict(val)
     torch.testing.assert_close(pred.std[0], (spread * residual).square().mean(0).sqrt())
     best = float(pred.log_prob(val.targets).mean())
@@ -100,19 +90,13 @@ def test_evaluate_gives_the_figures_of_both():
     data = classified()
     head = Temperature(None, "classification").fit(data)
     figures = evaluate(head, data, ood=classified(200, scale=0.1))
-    assert figures["base_nll"] == pytest.approx(nll(data.outputs, data.targets, 1.0), rel=1e-6)
-    assert figures["nll"] == pytest.approx(
-        nll(data.outputs, data.targets, head.likelihood.temperature.item()), rel=1e-6
-    )
+    assert figures["base_nll"] == pytest.approx(nll(data, 1.0), rel=1e-6)
+    assert figures["nll"] == pytest.approx(nll(data, temperature(data)), rel=1e-6)
     assert figures["nll"] < figures["base_nll"]
     assert figures["accuracy"] == figures["base_accuracy"]
     assert figures["ood_auc"] > 0.7
-    assert {name for name in figures if not name.startswith("base_")} == {
-        name.removeprefix("base_") for name in figures if name.startswith("base_")
-    }
-
-
-# Methods that run the network.
+    own = {name for name in figures if not name.startswith("base_")}
+    assert figures.keys() - own == {f"base_{name}" for name in own}
 
 
 class Failing(Noisy):
@@ -135,17 +119,12 @@ def everything(network: nn.Module) -> list[Any]:
     parts = list(network.modules())
     hooks = [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in parts]
     parameters = [(id(p), p.requires_grad, p.grad) for p in network.parameters()]
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    return [
-        hooks,
-        parameters,
-        [(type(part), part.training) for part in parts],
-        fast_path,
-        *dict(network.named_modules()),
-    ]
+    flags = [(type(part), part.training) for part in parts]
+    return [hooks, parameters, flags, torch.backends.mha.get_fastpath_enabled(), *dict(network.named_modules())]
 
 
 TRAINED: dict[str, Any] = {"steps": 30, "batch_size": 10}
+BOUNDED = {**TRAINED, "norm_bound": 0.1, "num_features": 16}
 
 
 @pytest.mark.parametrize(
@@ -153,8 +132,8 @@ TRAINED: dict[str, Any] = {"steps": 30, "batch_size": 10}
     [
         ("mfvi", {**TRAINED, "means": "fixed"}, None),
         ("mfvi", {**TRAINED, "means": "moved"}, RuntimeError),
-        ("sngp", {**TRAINED, "norm_bound": 0.1, "num_features": 16}, None),
-        ("sngp", {**TRAINED, "norm_bound": 0.1, "num_features": 16}, RuntimeError),
+        ("sngp", BOUNDED, None),
+        ("sngp", BOUNDED, RuntimeError),
         ("dropout", {}, RuntimeError),
     ],
 )
@@ -207,53 +186,38 @@ def test_networks_without_the_layers_that_a_method_needs_are_refused(name, netwo
         method_named(name)(network, "regression")
 
 
-# Temperature scaling.
-
-
 @pytest.mark.parametrize("scale", [0.2, 1.0, 3.0, 20.0])
 def test_temperature_is_the_one_a_line_search_finds(scale):
     data = classified(scale=scale)
-    found = Temperature(None, "classification").fit(data).likelihood.temperature.item()
-    options = {"xatol": 1e-10}
-    best = minimize_scalar(
-        lambda t: nll(data.outputs, data.targets, t), bounds=(0.01, 100), method="bounded", options=options
-    )
-    assert found == pytest.approx(best.x, rel=1e-5)
+    best = minimize_scalar(lambda t: nll(data, t), bounds=(0.01, 100), method="bounded", options={"xatol": 1e-10})
+    assert temperature(data) == pytest.approx(best.x, rel=1e-5)
 
 
-def test_temperature_of_shifted_logits_is_the_same():
+def test_temperature_does_not_depend_on_shifts_nor_on_how_rows_are_read(monkeypatch):
     data = classified()
-    shifted = Outputs(data.outputs + 1000.0 * torch.randn(len(data), 1, dtype=torch.float64), data.targets)
-    a, b = (Temperature(None, "classification").fit(d).likelihood.temperature.item() for d in (data, shifted))
-    assert a == pytest.approx(b, rel=1e-9)
-
-
-def test_temperature_does_not_depend_on_how_rows_are_read(monkeypatch):
-    data = classified()
-    whole = Temperature(None, "classification").fit(data).likelihood.temperature.item()
+    whole, shifts = temperature(data), 1000.0 * torch.randn(len(data), 1, dtype=torch.float64)
+    assert temperature(data.with_outputs(data.outputs + shifts)) == pytest.approx(whole, rel=1e-9)
     monkeypatch.setattr("posthoc.likelihoods.temperature.rows_that_fit", lambda numbers: 7)
-    assert Temperature(None, "classification").fit(data).likelihood.temperature.item() == pytest.approx(whole, rel=1e-9)
+    assert temperature(data) == pytest.approx(whole, rel=1e-9)
 
 
 def test_a_network_that_is_always_right_or_never_is_told():
     logits = 2.0 * torch.eye(3).repeat(10, 1)
     for scale in (1e-6, 1.0, 1e6):
         with pytest.warns(PosthocWarning, match="all right on these data, so the temperature was limited to"):
-            right = Temperature(None, "classification").fit(Outputs(scale * logits, logits.argmax(-1)))
+            right = temperature(Outputs(scale * logits, logits.argmax(-1)))
         # In units of the root mean square of the logits below the top one, whatever their own are.
-        assert right.likelihood.temperature.item() == pytest.approx(1e-4 * scale * 2.0 * math.sqrt(2 / 3))
+        assert right == pytest.approx(1e-4 * scale * 2.0 * math.sqrt(2 / 3))
         with pytest.warns(PosthocWarning, match="no better than chance"):
-            Temperature(None, "classification").fit(Outputs(scale * logits, (logits.argmax(-1) + 1) % 3))
+            temperature(Outputs(scale * logits, (logits.argmax(-1) + 1) % 3))
 
 
 @pytest.mark.filterwarnings("error::posthoc.PosthocWarning")
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1e3, 1e6])
 def test_temperature_takes_logits_of_any_size(scale):
     data = classified()
-    plain, scaled = (
-        Temperature(None, "classification").fit(Outputs(s * data.outputs, data.targets)) for s in (1.0, scale)
-    )
-    assert scaled.likelihood.temperature.item() == pytest.approx(scale * plain.likelihood.temperature.item(), rel=1e-6)
+    scaled = temperature(data.with_outputs(scale * data.outputs))
+    assert scaled == pytest.approx(scale * temperature(data), rel=1e-6)
 
 
 def test_temperature_is_for_classes_and_learns_it():
@@ -261,9 +225,6 @@ def test_temperature_is_for_classes_and_learns_it():
         Temperature(None, "regression")
     with pytest.raises(OptionError, match="learns the temperature"):
         Temperature(None, Categorical(temperature=2.0)).fit(classified())
-
-
-# Outputs that are not logits.
 
 
 @pytest.mark.parametrize("name", ["fmgp", "map", "temperature", "vector"])
@@ -276,11 +237,10 @@ def test_probabilities_serve_as_well_as_logits(name, tmp_path):
     expected = make(None, "classification", **options).fit(logits).predict(logits)
     for kind, outputs in said.items():
         head = make(None, "classification", outputs_are=kind, **options).fit(Outputs(outputs, data.targets))
-        torch.testing.assert_close(head.predict(Outputs(outputs)).probs, expected.probs)
+        found = head.predict(Outputs(outputs)).probs
+        torch.testing.assert_close(found, expected.probs)
         head.save(tmp_path / "head")
-        assert torch.equal(
-            load(tmp_path / "head").predict(Outputs(outputs)).probs, head.predict(Outputs(outputs)).probs
-        )
+        assert torch.equal(load(tmp_path / "head").predict(Outputs(outputs)).probs, found)
     with pytest.raises(OptionError, match="outputs_are"):
         make(None, "classification", outputs_are="odds")
 

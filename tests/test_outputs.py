@@ -37,7 +37,6 @@ def test_repr_shows_shapes() -> None:
 
 
 def test_parts_have_columns() -> None:
-    with pytest.raises(DataError, match=r"at least one column of outputs, got shape \(20, 0\)"):
-        Outputs(torch.zeros(20, 0))
-    with pytest.raises(DataError, match=r"at least one column of features, got shape \(20, 0\)"):
-        Outputs(torch.zeros(20, 2), features=torch.zeros(20, 0))
+    for part in ("outputs", "features"):
+        with pytest.raises(DataError, match=rf"at least one column of {part}, got shape \(20, 0\)"):
+            Outputs(**{"outputs": torch.zeros(20, 2), part: torch.zeros(20, 0)})

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc import FMGP
-from posthoc.errors import TrainingError
+from posthoc import FMGP, TrainingError
 from posthoc.training import run_parallel, single_thread
 from posthoc.training.loop import PlainSteps
 from tests.cases import numbers, same
@@ -71,9 +73,9 @@ def test_an_error_is_raised_and_ends_what_has_not_begun(which: int) -> None:
         meet.wait(60.0)
         raise TrainingError("my own mistake")
 
-    tasks = [fail, lambda: meet.wait(60.0)] if which == 0 else [lambda: meet.wait(60.0), fail]
+    tasks = [fail, partial(meet.wait, 60.0)]
     with pytest.raises(TrainingError, match="my own mistake"):
-        run_parallel(tasks)
+        run_parallel(tasks[::-1] if which else tasks)
     with pytest.raises(ZeroDivisionError):
         run_parallel([lambda: 1 // 0, lambda: 1 // 0, *[lambda: later.append(1)] * 100])
     assert len(later) < 100
@@ -89,33 +91,23 @@ QUICK: dict[str, Any] = {"steps": 60, "num_inducing": 10, "batch_size": 20}
 
 
 @pytest.fixture
-def threads_of_steps(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def threads_of_steps(monkeypatch):
     """The names of the threads that took steps."""
-    seen: set[str] = set()
-    step = PlainSteps.step
-
-    def noting(*args: Any) -> Any:
-        seen.add(threading.current_thread().name)
-        return step(*args)
-
-    monkeypatch.setattr(PlainSteps, "step", noting)
+    seen, step = set(), PlainSteps.step
+    monkeypatch.setattr(PlainSteps, "step", lambda *args: seen.add(threading.current_thread().name) or step(*args))
     return seen
 
 
 @pytest.mark.parametrize("case", FITS)
 def test_parallel_fits_of_parts_have_the_same_numbers(case: str, threads_of_steps: set[str]) -> None:
     likelihood, data = FITS[case]
-
-    def run() -> FMGP:
-        return FMGP(None, likelihood, **QUICK).fit(data())
-
-    together, again = run(), run()
+    together, again = (FMGP(None, likelihood, **QUICK).fit(data()) for _ in range(2))
     assert len(threads_of_steps) > 1
     assert same(numbers(together), numbers(again))  # in whatever order they ended
     assert together.history == again.history
     threads_of_steps.clear()
     torch.set_num_threads(1)
-    alone = run()
+    alone = FMGP(None, likelihood, **QUICK).fit(data())
     assert len(threads_of_steps) == 1
     # What is not parallel may be rounded differently with another number of threads.
     torch.testing.assert_close(numbers(together), numbers(alone), rtol=1e-6, atol=1e-8)
@@ -125,14 +117,8 @@ def test_parallel_fits_of_parts_have_the_same_numbers(case: str, threads_of_step
 def test_a_fit_that_is_interrupted_leaves_no_thread_at_work(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     likelihood, data = FITS[case]
     step, before = PlainSteps.step, threading.active_count()
-    steps = iter(range(50))
-
-    def interrupted(*args: Any) -> Any:
-        if next(steps, None) is None:
-            raise KeyboardInterrupt
-        return step(*args)
-
-    monkeypatch.setattr(PlainSteps, "step", interrupted)
+    interrupt = Mock(side_effect=chain(repeat(None, 50), repeat(KeyboardInterrupt)))
+    monkeypatch.setattr(PlainSteps, "step", lambda *args: interrupt() or step(*args))
     method = FMGP(None, likelihood, **{**QUICK, "steps": 100_000})
     with pytest.raises(KeyboardInterrupt):
         method.fit(data())
@@ -144,13 +130,8 @@ def test_a_fit_that_is_interrupted_leaves_no_thread_at_work(case: str, monkeypat
 @pytest.mark.parametrize(
     "large", [{"num_inducing": 300, "steps": 2}, {"batch_size": 50, "cache": False, "steps": 2}], ids=["many", "fresh"]
 )
-def test_fits_that_use_all_threads_or_the_network_are_made_one_by_one(
-    large: dict[str, Any], threads_of_steps: set[str]
-) -> None:
+def test_fits_that_use_all_threads_or_the_network_are_made_one_by_one(large, threads_of_steps):
     data = reals(1000)
-    model = torch.nn.Linear(5, 1)
-    assert data.features is not None
-    assert data.targets is not None
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data.features, data.targets), batch_size=50)
-    FMGP(model, "regression", **{"num_inducing": 10, **large}).fit(loader)
+    loader = DataLoader(TensorDataset(data.features, data.targets), batch_size=50)
+    FMGP(torch.nn.Linear(5, 1), "regression", **{"num_inducing": 10, **large}).fit(loader)
     assert threads_of_steps == {threading.main_thread().name}

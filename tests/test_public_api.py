@@ -19,7 +19,6 @@ import posthoc
 from posthoc.methods import REGISTRY
 
 SNAPSHOT = Path(__file__).parent / "golden" / "api.txt"
-WITHOUT_SELF = {"self", "cls"}
 
 
 def snapshot() -> str:
@@ -66,7 +65,7 @@ def of_member(name: str, what: Any) -> Iterator[str]:
 
 def of_function(head: str, function: Any) -> Iterator[str]:
     signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.name not in WITHOUT_SELF]
+    parameters = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
     keyword_only = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     returns = "" if signature.return_annotation is signature.empty else f" -> {text(signature.return_annotation)}"
     if not parameters:
@@ -83,22 +82,18 @@ def of_function(head: str, function: Any) -> Iterator[str]:
 def parameter(p: inspect.Parameter) -> str:
     star = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
     annotation = "" if p.annotation is p.empty else f": {text(p.annotation)}"
-    default = "" if p.default is p.empty else f" = {without_addresses(repr(p.default))}"
+    default = "" if p.default is p.empty else f" = {text(repr(p.default))}"
     return f"{star}{p.name}{annotation}{default}"
 
 
-def text(annotation: Any) -> str:
-    return without_addresses(annotation if isinstance(annotation, str) else inspect.formatannotation(annotation))
-
-
-def without_addresses(value: str) -> str:
-    """What differs from one process to the next goes."""
-    return re.sub(r" at 0x[0-9a-f]+", "", value)
+def text(value: Any) -> str:
+    """An annotation, or the repr of a default, without addresses, which differ from one process to the next."""
+    return re.sub(r" at 0x[0-9a-f]+", "", value if isinstance(value, str) else inspect.formatannotation(value))
 
 
 def test_the_public_api_is_as_recorded():
-    changes = difflib.unified_diff(SNAPSHOT.read_text().splitlines(), snapshot().splitlines(), lineterm="", n=2)
-    shown = "\n".join(changes)
+    recorded, found = SNAPSHOT.read_text().splitlines(), snapshot().splitlines()
+    shown = "\n".join(difflib.unified_diff(recorded, found, lineterm="", n=2))
     assert not shown, f"the public API differs; if it should: python -m tests.test_public_api --record\n{shown}"
 
 
@@ -107,12 +102,9 @@ def test_public_names_have_docstrings():
     public |= {f"plots.{name}": getattr(posthoc.plots, name) for name in posthoc.plots.__all__}
     for name, kind in [(name, what) for name, what in public.items() if inspect.isclass(what)]:
         attributes = {member: getattr(kind, member) for member in members(kind) if member != "__init__"}
-        public |= {f"{name}.{member}": what for member, what in attributes.items() if is_code(what)}
+        is_code = {member: isinstance(what, property) or inspect.isroutine(what) for member, what in attributes.items()}
+        public |= {f"{name}.{member}": what for member, what in attributes.items() if is_code[member]}
     assert not [name for name, what in public.items() if not inspect.getdoc(what)]
-
-
-def is_code(what: Any) -> bool:
-    return isinstance(what, property) or inspect.isroutine(what)
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["--record"]:

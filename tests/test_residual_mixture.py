@@ -11,18 +11,10 @@ import torch
 from scipy import integrate, optimize, stats
 from torch import Tensor
 
+from posthoc import LatentGaussian, RegressionPredictive
 from posthoc.evaluate.metrics import coverage, cqm, crps, crps_of_draws
 from posthoc.predictive import residual_mixture as mixture_module
-from posthoc.predictive.base import LatentGaussian
-from posthoc.predictive.regression import RegressionPredictive
-from posthoc.predictive.residual_mixture import (
-    NORMAL,
-    PRIOR_ROWS,
-    ResidualMixture,
-    fitted_weights,
-    grid_of_normals,
-    zero_mean_weights,
-)
+from posthoc.predictive.residual_mixture import NORMAL, ResidualMixture, grid_of_normals, zero_mean_weights
 
 LEVELS = (0.001, 0.025, 0.5, 0.9, 0.9999)
 
@@ -93,28 +85,23 @@ def test_draws_have_the_mixture() -> None:
 
 def test_balancing_is_the_constrained_maximum() -> None:
     shifts, rows = np.array([-1.0, 0.0, 0.5, 2.0]), np.array([10.0, 5.0, 40.0, 7.0])
-    found = optimize.minimize(
-        lambda w: -float(rows @ np.log(w)),
-        np.full(4, 0.25),
-        bounds=[(1e-9, 1.0)] * 4,
-        constraints={"type": "eq", "fun": lambda w: np.array([w.sum() - 1.0, w @ shifts])},
-        options={"ftol": 1e-14, "maxiter": 500},
-    )
+    balanced = {"type": "eq", "fun": lambda w: np.array([w.sum() - 1.0, w @ shifts])}
+    options = {"bounds": [(1e-9, 1.0)] * 4, "constraints": balanced, "options": {"ftol": 1e-14, "maxiter": 500}}
+    found = optimize.minimize(lambda w: -float(rows @ np.log(w)), np.full(4, 0.25), **options)
     np.testing.assert_allclose(zero_mean_weights(*map(torch.tensor, (rows, shifts))), found.x, atol=1e-5)
 
 
 def test_likelihood_never_falls_in_em(monkeypatch: pytest.MonkeyPatch) -> None:
     z = skewed(400)
     shifts, spreads = grid_of_normals().T
-    prior = torch.zeros_like(shifts)
-    prior[len(prior) // 2] = PRIOR_ROWS
-    scores = []
+    prior, scores = torch.zeros_like(shifts), []
+    prior[len(prior) // 2] = mixture_module.PRIOR_ROWS
     for rounds in (0, 1, 2, 3, 4, 8, 15, 16, 30):
         monkeypatch.setattr(mixture_module, "EM_STEPS", rounds)
-        weights = fitted_weights(z, shifts, spreads, prior)
+        weights = mixture_module.fitted_weights(z, shifts, spreads, prior)
         mixture = ResidualMixture(weights[None], shifts[None], spreads[None])
-        expected = PRIOR_ROWS * float(weights[len(prior) // 2].log())  # rows known to be of one normal
-        scores.append(float(mixture.log_density(z).sum()) + expected)
+        expected = prior.max() * weights[len(prior) // 2].log()  # rows known to be of one normal
+        scores.append(float(mixture.log_density(z).sum() + expected))
         assert float((weights * shifts).sum()) == pytest.approx(0.0, abs=1e-9)
     assert all(after >= before - 1e-7 for before, after in pairwise(scores))
     assert scores[-1] > scores[0] + 10.0
@@ -131,10 +118,9 @@ def test_em_finds_a_known_mixture() -> None:
     found = ResidualMixture.fit(truth.sample((20_000, 2), torch.Generator().manual_seed(1)))
     torch.testing.assert_close((found.weights * found.shifts).sum(-1), torch.zeros(2, dtype=torch.float64))
     new = truth.sample((20_000, 2), torch.Generator().manual_seed(2))
-    lost = (truth.log_density(new) - found.log_density(new)).mean(0)
-    gaussian = (truth.log_density(new) - NORMAL.log_density(new)).mean(0)
-    assert bool((lost < 0.01).all())
-    assert bool((gaussian > 0.1).all())
+    lost, gaussian = ((truth.log_density(new) - each.log_density(new)).mean(0) for each in (found, NORMAL))
+    assert (lost < 0.01).all()
+    assert (gaussian > 0.1).all()
     for level in (0.05, 0.25, 0.5, 0.75, 0.95):
         q = found.quantile(torch.full((2,), level))
         assert (new <= q).double().mean(0).tolist() == pytest.approx([level, level], abs=0.012)
@@ -148,9 +134,6 @@ def test_gaussian_residuals_have_nearly_the_normal_mixture(n: int) -> None:
     assert float((NORMAL.log_density(new) - mixture.log_density(new)).mean()) < 0.02
 
 
-# Predictives with a mixture
-
-
 def predictive(mixture: ResidualMixture | None, n: int = 7) -> RegressionPredictive:
     generator = torch.Generator().manual_seed(3)
     mean, latent, noise = (torch.rand(n, 2, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -162,22 +145,19 @@ def test_the_normal_mixture_is_the_gaussian_predictive() -> None:
     y = gaussian.mean + torch.randn(7, 2, dtype=torch.float64)
     levels = torch.rand(7, 2, dtype=torch.float64)
     torch.testing.assert_close(same.quantile(levels), gaussian.quantile(levels), rtol=1e-8, atol=1e-8)
-    for ask in ("cdf", "log_prob"):
-        torch.testing.assert_close(getattr(same, ask)(y), getattr(gaussian, ask)(y))
     torch.testing.assert_close(same.interval(0.9), gaussian.interval(0.9))
-    for metric in (crps, cqm, coverage):
-        torch.testing.assert_close(metric(same, y), metric(gaussian, y))
+    for ask in (RegressionPredictive.cdf, RegressionPredictive.log_prob, crps, cqm, coverage):
+        torch.testing.assert_close(ask(same, y), ask(gaussian, y))
 
 
 def test_a_predictive_is_consistent_with_its_mixture() -> None:
     pred = predictive(two_outputs())
     lower, upper = pred.interval(0.8)
-    torch.testing.assert_close(pred.cdf(lower), torch.full_like(lower, 0.1))
-    torch.testing.assert_close(pred.cdf(upper), torch.full_like(upper, 0.9))
+    for end, level in ((lower, 0.1), (upper, 0.9)):
+        torch.testing.assert_close(pred.cdf(end), torch.full_like(end, level))
     levels = torch.rand(7, 2, dtype=torch.float64)
     torch.testing.assert_close(pred.cdf(pred.quantile(levels)), levels)
-    y = pred.mean + torch.randn(7, 2, dtype=torch.float64)
-    h = 1e-5
+    y, h = pred.mean + torch.randn(7, 2, dtype=torch.float64), 1e-5
     slope = (pred.cdf(y + h) - pred.cdf(y - h)) / (2 * h)
     torch.testing.assert_close(pred.log_prob(y), slope.log().sum(-1), rtol=1e-4, atol=1e-4)
     draws = pred.sample(40_000, torch.Generator().manual_seed(0))

@@ -14,12 +14,9 @@ import sklearn.metrics as sk  # type: ignore[import-untyped]
 import torch
 from torch import distributed
 
-from posthoc import DataError, WrongTaskError
+from posthoc import ClassificationPredictive, DataError, LatentGaussian, RegressionPredictive, WrongTaskError
 from posthoc.evaluate import metrics as m
 from posthoc.evaluate.scores import METRICS, Scores, bootstrap_error
-from posthoc.predictive.base import LatentGaussian
-from posthoc.predictive.classification import ClassificationPredictive
-from posthoc.predictive.regression import RegressionPredictive
 from tests.test_metrics import class_case, real_case
 
 CASES: dict[str, Callable[..., Any]] = {"classification": class_case, "regression": real_case}
@@ -115,8 +112,7 @@ def test_sums_are_in_double_precision_and_free_of_the_graph(dtype):
     pred, y = real_case(1000, dtype=dtype)
     scores = Scores("regression")
     with torch.enable_grad():
-        mean = torch.zeros(1, 1, requires_grad=True)
-        latent = LatentGaussian(mean, torch.ones(1, 1))
+        latent = LatentGaussian(torch.zeros(1, 1, requires_grad=True), torch.ones(1, 1))
         scores.update(RegressionPredictive(latent, torch.ones(1, 1)), torch.tensor([[2.0**30]]))
     for rows in range(1000):
         scores.update(pred[rows : rows + 1], y[rows : rows + 1])
@@ -134,9 +130,6 @@ def test_what_is_kept_does_not_grow_with_the_classes():
             scores.update_ood(pred)
         kept = [part for parts in (*scores._inside.values(), *scores._outside.values()) for part in parts]
         assert sum(part.untyped_storage().nbytes() for part in kept) == 8 * 7 * 60
-
-
-# Standard errors.
 
 
 def test_the_error_of_a_mean_is_that_of_its_rows():
@@ -173,13 +166,8 @@ def test_the_error_of_many_rows_is_that_of_some_of_them_made_smaller(monkeypatch
     assert part == pytest.approx(whole, rel=0.3)
 
 
-# Several processes.
-
-SHARES = {
-    # the first rank has no regression data, the second no out-of-distribution data
-    0: (slice(0, 0), slice(0, 25), slice(0, 40)),
-    1: (slice(0, 60), slice(25, 60), slice(0, 0)),
-}
+# The first rank has no regression data, the second no out-of-distribution data.
+SHARES = [(slice(0, 0), slice(0, 25), slice(0, 40)), (slice(0, 60), slice(25, 60), slice(0, 0))]
 
 
 def share(real_rows: slice, class_rows: slice, outside_rows: slice) -> list[dict[str, float]]:
@@ -189,8 +177,7 @@ def share(real_rows: slice, class_rows: slice, outside_rows: slice) -> list[dict
 
 
 def work(_: int, rank: int, folder: str) -> None:
-    meeting = f"file://{folder}/meet"
-    distributed.init_process_group("gloo", meeting, timedelta(seconds=120), rank=rank, world_size=2)
+    distributed.init_process_group("gloo", f"file://{folder}/meet", timedelta(seconds=120), rank=rank, world_size=2)
     try:
         Path(folder, f"{rank}.json").write_text(json.dumps(share(*SHARES[rank])))
     finally:

@@ -11,17 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc.errors import LayerError
+from posthoc import Categorical, Gaussian, LayerError
 from posthoc.io import read_head
-from posthoc.likelihoods.categorical import Categorical
-from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.weights.sngp import (
-    SNGP,
-    RandomFeatures,
-    SpectralBound,
-    bound_layers,
-    settle_bounds,
-)
+from posthoc.methods.weights.sngp import SNGP, RandomFeatures, SpectralBound, bound_layers, settle_bounds
 from tests.cases import Noisy, answers, in_eval, inputs, labels, mlp, same, values
 from tests.oracles import kernel_matrix
 
@@ -58,8 +50,7 @@ def test_random_features_stand_for_the_rbf_kernel():
 )
 def test_a_weight_is_scaled_only_if_its_norm_exceeds_the_bound(make):
     layer = make()
-    before = layer.weight.detach().clone()
-    size = norm(before)
+    before, size = layer.weight.detach().clone(), norm(layer.weight)
     for bound in (0.5 * size, 2.0 * size):
         network = nn.Sequential(layer, nn.Linear(2, 2))
         bound_layers(network, "1", bound, G().manual_seed(0))
@@ -76,8 +67,7 @@ def test_a_weight_is_scaled_only_if_its_norm_exceeds_the_bound(make):
 
 def test_power_iterations_follow_a_weight_that_changes():
     weight = torch.randn(6, 4, generator=G().manual_seed(0))
-    bound = SpectralBound(weight, 1.0, G().manual_seed(1))
-    other = torch.randn(6, 4, generator=G().manual_seed(2))
+    bound, other = SpectralBound(weight, 1.0, G().manual_seed(1)), torch.randn(6, 4, generator=G().manual_seed(2))
     for _ in range(60):
         scaled = bound(other)
     assert norm(scaled) == pytest.approx(1.0, rel=1e-4)
@@ -100,11 +90,10 @@ def test_the_covariance_of_regression_is_the_inverse_of_the_hessian(noise):
         hessian = torch.autograd.functional.hessian(partial(joint, c=c), torch.zeros(8, dtype=torch.float64))
         expected = ((phi @ torch.linalg.inv(hessian)) * phi).sum(-1)
         torch.testing.assert_close(pred.latent_variance[:, c].double(), expected, rtol=1e-3, atol=0)
-    residuals = (y - pred.mean).square().mean(0)
+    residuals, own = (y - pred.mean).square().mean(0), (y - said).square().mean(0)
     if noise == "per_output":
         torch.testing.assert_close(pred.noise[0], residuals)
     else:  # one number in units of each output's own residuals
-        own = (y - said).square().mean(0)
         torch.testing.assert_close(pred.noise[0].double(), own * (residuals / own).mean())
 
 
@@ -124,12 +113,11 @@ def test_the_covariance_of_classification_is_the_inverse_of_the_weighted_gram_ma
 
 def test_the_first_weights_say_what_the_network_says_and_training_does_better():
     network, x = mlp(2), inputs(200)
-    said = in_eval(network, x)
-    y = said + 100.0 + 0.1 * values(200, 2)
     network[2].bias.data += 100.0
+    said = in_eval(network, x)
+    y = said + 0.1 * values(200, 2)
     start = SNGP(network, "regression", num_features=256, steps=0).fit((x, y)).predict(x)
-    left = (start.mean - in_eval(network, x)).square().mean(0) / said.var(0)
-    assert (left < 0.02).all()
+    assert ((start.mean - said).square().mean(0) < 0.02 * said.var(0)).all()
     y = y + torch.sin(3 * x[:, :2])  # which the network knows nothing of
     before, after = (
         SNGP(network, "regression", num_features=256, steps=n, lr=0.01).fit((x, y)).predict(x).log_prob(y).mean()
@@ -170,9 +158,8 @@ def test_variance_grows_to_the_priors_away_from_the_data():
 def test_monte_carlo_converges_to_the_analytic_predictive(task):
     network, x = mlp(3), inputs()
     y = labels() if task == "classification" else values(30, 3)
-    options = {**QUICK, "steps": 10, "prior_precision": 0.2}
+    options, errors = {**QUICK, "steps": 10, "prior_precision": 0.2}, []
     exact = SNGP(network, task, **options).fit((x, y)).predict(x, covariance=True)
-    errors = []
     for samples in (30, 3000):
         drawn = SNGP(network, task, **options, prediction="monte_carlo", samples=samples).fit((x, y)).predict(x)
         errors.append(float((drawn.latent.variance / exact.latent.variance - 1).abs().mean()))
@@ -208,9 +195,9 @@ def test_outputs_without_a_second_axis(prediction):
 
 
 def test_same_seed_same_numbers_with_a_loader_that_shuffles():
-    x, y = inputs(), labels()
-    loader = DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True)
-    a, b, c = (answers(SNGP(mlp(3), "classification", **QUICK, seed=s).fit(loader).predict(x)) for s in (1, 1, 2))
+    loader = DataLoader(TensorDataset(inputs(), labels()), batch_size=7, shuffle=True)
+    fits = (SNGP(mlp(3), "classification", **QUICK, seed=s).fit(loader) for s in (1, 1, 2))
+    a, b, c = (answers(method.predict(inputs())) for method in fits)
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(a["variance"], c["variance"])
 

@@ -8,33 +8,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from posthoc.errors import OptionError
+from posthoc import Categorical, OptionError, VaLLA
 from posthoc.fmgp.points import PointView
-from posthoc.fmgp.process import Objective, Process
-from posthoc.likelihoods.categorical import Categorical
-from posthoc.likelihoods.gaussian import Gaussian
-from posthoc.methods.ntk.valla import VaLLA
+from posthoc.fmgp.process import Objective
 from tests import oracles
 from tests.cases import inputs, labels, mlp
 from tests.linearized import case, covariance, hessians, jacobian, last_only, without_bias
 
-UNTRAINED: dict[str, Any] = {"steps": 0, "prior_precision": 3.0}
 QUICK: dict[str, Any] = {"num_inducing": 6, "steps": 20, "batch_size": 16}
 
 
-def process_of(method: VaLLA) -> Process:
-    assert method._fitted is not None
+def process_of(method):
     return method._fitted.process
 
 
 def everywhere(model: nn.Sequential, task: str, weights: str, x: Tensor, y: Tensor, **more: Any) -> VaLLA:
     """Not trained, with an inducing point for every output of every point."""
     n, outputs = model(x).shape
-    options: dict[str, Any] = {**UNTRAINED, **more, "weights": weights, "num_inducing": n * outputs}
+    options: dict[str, Any] = {"steps": 0, "prior_precision": 3.0, "weights": weights, **more}
     if weights == "last":
         options["inducing"] = model[:-1](x).detach().repeat(outputs, 1)
         options["inducing_classes"] = torch.arange(outputs).repeat_interleave(n)
-    return VaLLA(model, task, **options).fit((x, y))
+    return VaLLA(model, task, num_inducing=n * outputs, **options).fit((x, y))
 
 
 def places(method: VaLLA, model: nn.Sequential, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,11 +62,10 @@ def test_with_all_points_and_the_best_factor_it_is_the_linearized_laplace_approx
     method = everywhere(model, task, weights, x, y)
     rows, classes = places(method, model, x)
     assert len(set(zip(rows.tolist(), classes.tolist(), strict=True))) == len(x) * model(x).shape[1]
-    likelihood = method.likelihood
     curvature = inside = hessians(model(x).detach())
-    if isinstance(likelihood, Gaussian):
-        inside = torch.diag_embed((1.0 / likelihood.noise.detach()).expand(len(x), 2))  # in the units of training
-        curvature = inside / likelihood.scale.square()
+    if task == "regression":  # `inside` is in the units of training
+        inside = torch.diag_embed((1.0 / method.likelihood.noise.detach()).expand(len(x), 2))
+        curvature = inside / method.likelihood.scale.square()
     knows(method, inside, rows, classes)
     free = model if weights == "all" else last_only(model)
     expected = covariance(jacobian(free, x), curvature, jacobian(free, new), 3.0)
@@ -85,7 +79,6 @@ def test_the_elbo_has_its_optimum_there(weights):
     """α = 0 with everything but Ã fixed: at Ã = I/σ² its gradient is zero, and elsewhere it is not."""
     model, x, y, _ = case("regression")
     method = everywhere(model, "regression", weights, x, y, alpha=0.0)
-    assert method._fitted is not None
     with method._predicting_backbone().reading(features=True, inputs=False) as read:
         view = PointView(next(read([(x, y)])), method._fitted.coordinates)
     process, batch = method._fitted.process, view.batch(method.likelihood, view.outputs)
@@ -103,9 +96,9 @@ def test_the_elbo_has_its_optimum_there(weights):
 @pytest.mark.parametrize("weights", ["last", "all"])
 def test_training_lowers_the_loss_and_learns_the_prior_variance_which_starts_at_one(task, weights):
     model, x, y, new = case(task)
-    method = VaLLA(model, task, weights=weights, num_inducing=10, steps=60, batch_size=64).fit((x, y))
+    options = {"weights": weights, "num_inducing": 10, "batch_size": 64}
+    method, start = (VaLLA(model, task, **options, steps=steps).fit((x, y)) for steps in (60, 0))
     assert method.history.losses[-1] < method.history.losses[0]
-    start = VaLLA(model, task, weights=weights, num_inducing=10, steps=0).fit((x, y))
     assert method.prior_precision != start.prior_precision
     fixed = VaLLA(model, task, weights=weights, prior_precision=0.7, **QUICK).fit((x, y))
     assert fixed.prior_precision == pytest.approx(0.7)
@@ -124,7 +117,6 @@ def test_it_stops_early_where_validation_data_say_so():
     model, x, y, _ = case("classification", 60)
     options = {**QUICK, "steps": 200, "eval_every": 5, "patience": 3}
     method = VaLLA(model, "classification", **options).fit((x[:30], y[:30]), val=(x[30:], y[30:]))
-    assert method.history.best_step is not None
     best = method.history.scores[method.history.best_step]
     assert best == min(method.history.scores.values())
     assert best == pytest.approx(-float(method.predict(x[30:]).log_prob(y[30:]).mean()))
@@ -136,8 +128,7 @@ def test_it_starts_where_validation_data_are_likeliest():
     blind = VaLLA(model, "classification", num_inducing=6, steps=0).fit(train)
     method = VaLLA(model, "classification", **QUICK).fit(train, val=val)
     tried = []
-    for power in range(-3, 6):
-        prior = blind.prior_precision / 10.0**power
+    for prior in (blind.prior_precision / 10.0**power for power in range(-3, 6)):
         start = VaLLA(model, "classification", num_inducing=6, steps=0, prior_precision=prior).fit(train)
         tried.append(-float(start.predict(val[0]).log_prob(val[1]).mean()))
     assert tried.index(min(tried)) != 3
@@ -146,9 +137,8 @@ def test_it_starts_where_validation_data_are_likeliest():
 
 def test_many_outputs():
     """Nothing of their number squared is written out."""
-    model = mlp(40, dtype=torch.float64)
+    model, y = mlp(40, dtype=torch.float64), labels(30, 40)
     x, new = inputs(30, dtype=torch.float64), inputs(5, dtype=torch.float64, seed=9)
-    y = labels(30, 40)
     many = VaLLA(model, "classification", num_inducing=20, steps=5, batch_size=30, prior_precision=3.0).fit((x, y))
     process = process_of(many)
     features, z = model[:-1](new).detach(), process.z["features"].detach()
