@@ -346,6 +346,9 @@ def test_alpha_other_than_one_is_refused_where_the_training_form_ignores_it(alph
         *(({"num_inducing": bad}, f"num_inducing to be an integer of at least 1, got {bad}") for bad in (0, 2.5)),
         *(({"output_rank": bad}, "output_rank") for bad in (0, -1)),
         ({"kernel": "rbf"}, "posthoc or GPyTorch kernel, got str"),
+        ({"ood_strength": 1.0}, "ood_strength is an option for classification and does nothing for regression"),
+        ({"outputs_are": "probs"}, "outputs_are is an option for classification, got 'probs' for a regression"),
+        ({"variance": "shared", "output_rank": 2}, 'output_rank is the rank of B, which variance="shared" does not'),
     ],
 )
 def test_options_that_make_no_sense_are_refused_at_once(options: dict[str, Any], message: str) -> None:
@@ -363,6 +366,8 @@ NO_LIKELIHOODS = (None, 3, nn.CrossEntropyLoss(), Gaussian, ["regression"], {"ty
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: FMGP("classification"), r"a model first, got 'classification': FMGP\(likelihood='classification'\)"),
+        (lambda: classification(residuals="gaussian"), "residuals is an option for regression and does nothing for"),
         (lambda: FMGP(mlp(), "ranking"), '"regression" or "classification" .*got \'ranking\''),
         (lambda: Gaussian(noise="free"), "'shared', 'per_output', got 'free'"),
         (lambda: Categorical(training="exact"), "'monte_carlo', got 'exact'"),

@@ -268,7 +268,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("other", "named"),
     [
         ({"lr": 0.03}, r"\bconfig\.lr: .* now, .* there"),
-        ({"variance": "shared"}, r"\bconfig\.variance: .* now, .* there"),
+        ({"variance": "separable"}, r"\bconfig\.variance: .* now, .* there"),
         ({"inducing_classes": [0, 1, 2, 0]}, r"\bconfig\.inducing_classes: .* now, .* there"),
         ({"kernel": RBF() + RBF()}, r"\bconfig\.kernel\.type: .* now, .* there"),
         ({"kernel": RBF(amplitude=2.0)}, r"\bconfig\.kernel\.start\.log_amplitude: .* now, .* there"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posthoc import DataError, Outputs, PosthocWarning
-from posthoc.collect.class_scores import as_logits, find_rounding
+from posthoc.collect.class_scores import Rounding, as_logits, find_rounding
 from posthoc.methods import REGISTRY, load
 
 
@@ -103,9 +103,16 @@ def test_floating_point_numbers_are_not_taken_for_rounded_ones(dtype: torch.dtyp
 
 @pytest.mark.filterwarnings("ignore:.*probabilities are 0")
 def test_rows_may_sum_to_one_within_their_rounding() -> None:
-    p, _ = rounded(2)
-    assert not torch.allclose(p.sum(1), torch.ones((), dtype=torch.float64), atol=5e-3)
-    torch.testing.assert_close(as_logits(p, "probs").exp().sum(1), torch.ones(4000).double(), atol=0.05, rtol=0.0)
+    many = torch.randn(50, 200, generator=torch.Generator().manual_seed(0)).double().softmax(1)
+    for p in (rounded(2)[0], rounded(1)[0], many.round(decimals=2)):
+        total = p.sum(1)
+        assert float((total - 1.0).abs().max()) > 0.02
+        for rounding in (None, Rounding(1e-6, 0.0)):  # that of the fit may have been finer
+            z = as_logits(p, "probs", rounding)
+            torch.testing.assert_close(z[p > 0], (p / total[:, None])[p > 0].log(), atol=0.0102, rtol=0.0)
+    thirds = torch.tensor([[0.33, 0.33, 0.33]])
+    assert as_logits(thirds, "probs").softmax(1).tolist() == [pytest.approx([1.0 / 3.0] * 3)]
+    p = rounded(2)[0]
     with pytest.raises(DataError, match=r"sum to 1 in every row, got 2\.15 in row 4000.*several labels a row"):
         as_logits(torch.cat([p, torch.tensor([[1.0, 1.0, 0.15] + 7 * [0.0]])]), "probs")
 
@@ -133,7 +140,7 @@ def test_rounding_to_half_precision_is_no_mistake() -> None:
     [
         ([[0.2, 0.8], [3.0, -2.0]], "probs", r"from 0 to 1, got 3 in row 1\. Are these logits"),
         ([[0.2, 0.8], [0.3, 0.6]], "probs", "sum to 1 in every row, got 0.9 in row 1"),
-        ([[0.2, 0.8], [0.5, 0.502]], "probs", "sum to 1 in every row, got 1.002 in row 1"),
+        ([[0.2, 0.8], [0.5, 0.52]], "probs", "sum to 1 in every row, got 1.02 in row 1"),
         ([[0.5, math.nan]], "probs", "from 0 to 1, got nan"),
         ([[0.2, 0.8]], "log-probs", "at most 0, got 0.2 in row 0"),
         ([[-0.2, -0.8]], "log-probs", "sum to 1"),

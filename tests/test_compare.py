@@ -362,7 +362,7 @@ def test_an_interrupted_command_keeps_what_was_done(folder: Path, monkeypatch: p
     ("arguments", "message"),
     [
         ("train.npz --test test.npz -o taken --methods map", "found taken/table.md there already"),
-        ("train.npz --test test.npz -o train.npz --methods map", "a place for a new one, got train.npz"),
+        ("train.npz --test test.npz -o train.npz --methods map", "Expected a folder, found a file"),
         ("taken/table.csv --test test.npz -o taken --methods map --force", "than the input taken/table.csv"),
         ("train.npz --test test.npz -o r --methods map,laplase", "got 'laplase'"),
         ("train.npz --test test.npz -o r --methods map --set steps=3", "Expected options of a method that is compared"),

@@ -1,5 +1,6 @@
 """The user's network is only read: it comes back as it was, and its own answers are the means."""
 
+import itertools
 import random
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from posthoc import FMGP, RBF, DataError, LayerError, Linear, Outputs, White
+from posthoc import FMGP, MAP, RBF, DataError, Dropout, LayerError, Linear, Outputs, White
 from posthoc.collect.network import Backbone, collect
 from tests.cases import QUICK, WIDTH, N, Noisy, answers, in_eval, inputs, labels, mlp, numbers, recorded, same, values
 
@@ -390,7 +391,13 @@ def test_single_points_and_lists_of_numbers_are_met_with_advice():
     with pytest.raises(ValueError, match="expected 2D or 3D input") as caught:
         method.predict(inputs()[0])
     assert f"of shape ({WIDTH},); a single point must be a batch of one, x[None]" in caught.value.__notes__[0]
-    with pytest.raises(LayerError, match=r"a single point is a batch of one, x\[None\]"):
+    with pytest.raises(LayerError, match=r"a single point must be a batch of one, x\[None\]"):
         FMGP(mlp(3), "classification", **QUICK).fit((inputs(), labels())).predict(inputs()[0])
+    for kind, name in itertools.product((MAP, Dropout), (2, 3)):  # two outputs are not two rows of one score
+        network = nn.Sequential(nn.Dropout(0.1), mlp(name))
+        with pytest.raises(
+            DataError, match=r"\('N', .\) as in fit, got \('N',\); a single point must be a batch of one"
+        ):
+            kind(network, "classification").fit(inputs(), labels(classes=2)).predict(inputs()[0])
     with pytest.raises(DataError, match=r"got a list of numbers.*np\.asarray\(data, dtype=np\.float32\)"):
         method.predict(inputs().tolist())

@@ -149,10 +149,9 @@ def test_wide_features_take_their_directions_from_some_rows():
 
 def test_it_is_for_classes_with_features():
     data = classified()
-    reals, bare = Outputs(data.outputs, data.outputs + 1.0, data.features), Outputs(data.outputs, data.targets)
+    bare = Outputs(data.outputs, data.targets)
     for rows, strength in ((data, 0.0), (bare, 0.5)):
         assert FMGP(None, "classification", ood_strength=strength, **QUICK).fit(rows).head.ood is None
-    assert FMGP(None, "regression", ood_strength=0.5, **QUICK).fit(reals).head.ood is None
     bayes = FMGP(None, "classification", ood_strength=0.5, kernel=RBF(on="outputs"), **QUICK).fit(data)
     assert bayes.head.ood is not None
     with pytest.raises(DataError, match=r"Expected features of width 6 as in fit, .* got none"):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
-from posthoc import DataError, Outputs
+from posthoc import MAP, DataError, Outputs
 from posthoc.collect.outputs import join
 
 
@@ -17,6 +18,8 @@ def test_rows_end() -> None:
     for row in (3, -4):
         with pytest.raises(IndexError, match="a row from 0 to 2"):
             outputs[row]
+    for mask in ([False], [True]):
+        assert len(outputs[:1][torch.tensor(mask)]) == sum(mask)
     assert np.asarray(outputs).tolist() == outputs.outputs.tolist()
     assert np.asarray(outputs, dtype=np.float64).dtype == np.float64
 
@@ -26,6 +29,12 @@ def test_names_of_columns_stay_with_the_outputs() -> None:
     unnamed = named.with_outputs(named.outputs.double()).with_targets(torch.zeros(4)).clone().spread(3).only()[:2]
     assert unnamed.columns == named.to(torch.device("meta")).columns == join([named, named]).columns == ("cat", "dog")
     assert join([named, Outputs(torch.zeros(4, 2), torch.arange(4))]).columns is None
+    frame = pandas.DataFrame({"cat": [0.5, 0.1], "dog": [0.5, 0.9]})
+    assert Outputs(frame).columns == ("cat", "dog")
+    assert Outputs(frame.to_numpy()).columns is Outputs(pandas.DataFrame(frame.to_numpy())).columns is None
+    method = MAP(None, "classification", outputs_are="probs").fit(Outputs(frame, [0, 1]))
+    with pytest.raises(DataError, match="in the order of the fit, got dog, cat"):
+        method.predict(Outputs(frame[["dog", "cat"]]))
     with pytest.raises(DataError, match="a name for every column of outputs, got cat"):
         Outputs(torch.zeros(4, 2), columns=("cat",))
 

@@ -236,6 +236,19 @@ def test_parameters_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "head").exists()
 
 
+@pytest.mark.parametrize("likelihood", ["regression", "classification"])
+def test_subclasses_that_would_be_loaded_as_their_parents_are_refused(likelihood, tmp_path):
+    class Own(RBF if likelihood == "regression" else Categorical):
+        """A part that the file would name as its parent."""
+
+    given = {"kernel": Own()} if likelihood == "regression" else {}
+    method = FMGP(mlp(), Own() if likelihood == "classification" else likelihood, **given, **QUICK)
+    method.fit(inputs(), values() if likelihood == "regression" else labels(classes=2))
+    with pytest.raises(OptionError, match=r"got Own, which would be loaded as (RBF|Categorical): register it"):
+        method.save(tmp_path / "head")
+    assert not list(tmp_path.iterdir())
+
+
 def test_another_network_is_refused(tmp_path: Path) -> None:
     path, one_weight_moved = saved(tmp_path), mlp()
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """The progress bar: on a terminal or where it is wanted; elsewhere a line in the log from time to time."""
 
 import logging
+import math
 import sys
 import time
 
@@ -13,8 +14,9 @@ from tests.test_cuda_graph import classes
 
 
 @pytest.fixture
-def log(caplog):
+def log(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "posthoc")
+    monkeypatch.setattr(progress.Clock, "seen", -math.inf)
     return caplog
 
 

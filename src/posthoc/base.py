@@ -61,6 +61,8 @@ class Job:
     checkpoint: Checkpoint | None = None
     rounding: Rounding | None = None
     """How coarse the probabilities of `train` are, where it was made of such."""
+    given_width: tuple[int, ...] = ()
+    """The shape of one row of the outputs that `train` was made of."""
 
 
 class Predictor(NamedTuple):
@@ -163,6 +165,8 @@ class Method(ABC):
         cls.__signature__ = cls.Config.signature()  # type: ignore[attr-defined]
 
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
+        if isinstance(model, str) and likelihood is None:
+            raise OptionError(f"Expected a model first, got {model!r}: {type(self).__name__}(likelihood={model!r}).")
         self.config = self.Config.build(self.name, options)
         only = self.tasks[0] if len(self.tasks) == 1 else None
         self._likelihood = self._suited(likelihood if likelihood is not None else only)
@@ -171,6 +175,10 @@ class Method(ABC):
         self.device = known_device(self.config.device)
         self.layer: str | None = getattr(self.config, "layer", None)
         self.outputs_are: str = getattr(self.config, "outputs_are", "logits")
+        if self.outputs_are != "logits" and self._likelihood.task != "classification":
+            raise OptionError(
+                f"outputs_are is an option for classification, got {self.outputs_are!r} for a regression."
+            )
         if model is not None and not callable(model) and hasattr(model, "predict_proba"):
             raise OptionError(
                 f"Expected a model that can be called, got a {type(model).__name__}: give its method, "
@@ -178,7 +186,8 @@ class Method(ABC):
             )
         self.backbone = Backbone(model, self.layer, self.device) if model is not None else None
         self._fitted: Fitted | None = None
-        self._width: tuple[int, ...] | None = None  # the shape of one row of outputs
+        self._width: tuple[int, ...] | None = None  # the shape of one row of logits or values
+        self._given_width: tuple[int, ...] | None = None  # the same of the outputs before they became logits
         self._network: str | None = None  # the fingerprint of the network
         self._rounding: Rounding | None = None  # of the probabilities of the fit
         self._columns: tuple[str, ...] | None = None  # the names of the outputs in a table
@@ -221,7 +230,7 @@ class Method(ABC):
         checkpoint_every: int = 200,
         resume: bool = False,
     ) -> Self:
-        """Fits on data that the network has not memorised.
+        """Fits on data that the network has not memorized.
 
         Args:
             data: Inputs (with `targets`), a pair (x, y), a DataLoader or dataset of them, `Outputs`, or the path of a
@@ -260,8 +269,8 @@ class Method(ABC):
                 }
                 place.of(self._identity() | start)
             self._fitted = self._fit(job)
-        self._width, self._network, self._rounding = tuple(job.train.outputs.shape[1:]), network, job.rounding
-        self._columns = job.train.columns
+        self._width, self._given_width = tuple(job.train.outputs.shape[1:]), job.given_width
+        self._network, self._rounding, self._columns = network, job.rounding, job.train.columns
         return self
 
     def _read(self, data: Any, *, once: bool = False) -> Any:
@@ -300,7 +309,7 @@ class Method(ABC):
         train, held_out = self._checked(collected[0], rounding), None
         if val is not None:
             require_same_columns(train.columns, collected[1].columns)
-            held_out = self._checked(collected[1], rounding, width=tuple(train.outputs.shape[1:]))
+            held_out = self._checked(collected[1], rounding, width=tuple(first.shape[1:]))
         warn_if_half(train.outputs)
         if task == "classification":
             check_classes(train, required=self.needs_classes)
@@ -308,7 +317,8 @@ class Method(ABC):
                 warn_if_probabilities(*(each.outputs for each in collected))
         if self.wants_unseen:
             warn_if_memorized(train, held_out, task)
-        return Job(train, held_out, num_data or len(train), device, data, val, checkpoint, rounding)
+        width = tuple(first.shape[1:])
+        return Job(train, held_out, num_data or len(train), device, data, val, checkpoint, rounding, width)
 
     def _collect(self, data: Any) -> Outputs:
         """The outputs of the network, which is run once over the data of a fit if there is one."""
@@ -370,20 +380,20 @@ class Method(ABC):
         with ExitStack() as stack:
             if not isinstance(data, Outputs):
                 backbone, features, inputs = self._predicting_backbone(), "features" in reads, "inputs" in reads
-                reading = backbone.reading(features=features, inputs=inputs, targets=targets, width=self._width)
+                reading = backbone.reading(features=features, inputs=inputs, targets=targets, width=self._given_width)
                 batches = stack.enter_context(reading)(batches)
             for outputs in batches:
                 if not len(outputs):
                     continue
                 require_same_columns(self._columns, outputs.columns)
                 home = outputs.outputs.device
-                checked = self._checked(outputs, self._rounding, width=self._width, targets=targets)
+                checked = self._checked(outputs, self._rounding, width=self._given_width, targets=targets)
                 for start in range(0, len(checked), size):
                     rows = checked[start : start + size] if len(checked) > size else checked
                     with torch.no_grad():  # not around the yield: the caller's code runs there
                         predictive = predict(rows.only(*reads).to(device or home))
                     predictive = predictive.to(home) if device not in (None, home) else predictive
-                    require_finite_prediction(predictive)
+                    require_finite_prediction(predictive, rows)
                     yield predictive, rows
 
     def _predicting_backbone(self) -> Backbone:
@@ -455,7 +465,8 @@ class Method(ABC):
             method = cls(model, make_likelihood(header["likelihood"]), **cls.Config.from_dict(header["config"], given))
             require_same_network(header["network"], method.backbone.module if method.backbone is not None else None)
             shapes = header["shapes"]
-            method._width, method._network = tuple(shapes["outputs"]), header["network"]
+            method._width, method._given_width = tuple(shapes["outputs"]), tuple(shapes["given"])
+            method._network = header["network"]
             rounding = header["rounding"]
             method._rounding = Rounding(*map(float, rounding)) if rounding is not None else None
             method._columns = tuple(header["columns"]) if header["columns"] is not None else None
@@ -470,7 +481,11 @@ class Method(ABC):
         tensors, header = read_head(path, self.name)
         given = {name: getattr(self.config, name) for name in self.Config.given_on_load()}
         model = self.backbone.model if self.backbone is not None else None
-        type(self)._restored(path, tensors, {**header, "network": None}, model, given)
+        method = type(self)._restored(path, tensors, {**header, "network": None}, model, given)
+        parts = zip(modules(self._fitted), modules(method._fitted), strict=True)
+        for own, loaded in ((own, loaded) for own, loaded in parts if own is not loaded):
+            found = f"{own.__name__}, which would be loaded as {loaded.__name__}"
+            raise OptionError(f"Expected parts that a file can name, got {found}: register it under a name of its own.")
 
     def _identity(self) -> dict[str, Any]:
         """The method, its options and its likelihood: what decides the numbers of a fit beside the data."""
@@ -479,7 +494,8 @@ class Method(ABC):
     def _header(self) -> dict[str, Any]:
         """What a head file holds beside the tensors, with a place for the names of classes."""
         assert self._fitted is not None
-        shapes = {"outputs": list(self._width or ()), "fitted": self._fitted.shapes()}
+        widths = {"outputs": list(self._width or ()), "given": list(self._given_width or ())}
+        shapes = {**widths, "fitted": self._fitted.shapes()}
         found = {"shapes": shapes, "rounding": self._rounding, "network": self._network, "columns": self._columns}
         return {**self._identity(), **found, "classes": None}
 
@@ -554,20 +570,26 @@ class Method(ABC):
         targets: bool = True,
     ) -> Outputs:
         """Outputs that suit the likelihood, scores of classes as logits; with targets, these are checked too."""
-        values = outputs.outputs
-        converts = self.outputs_are != "logits" or values.shape[1:].numel() == 1
-        if self._likelihood.task == "classification" and converts:
+        values, classes = outputs.outputs, self._likelihood.task == "classification"
+        if width is not None:
+            require_width(values, width, one_score=classes)
+        if classes and (self.outputs_are != "logits" or values.shape[1:].numel() == 1):
             outputs = outputs.with_outputs(as_logits(values, self.outputs_are, rounding))
-        found = tuple(outputs.outputs.shape[1:])
-        if width is not None and found != width:
-            hint = "; a single point must be a batch of one, x[None]" if outputs.outputs.shape == width else ""
-            raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}{hint}.")
         self._likelihood.check_outputs(outputs.outputs)
         if not targets:
             return outputs
         if outputs.targets is None:
             raise DataError("Expected targets: batches (x, y), mappings with labels, Outputs with targets.")
         return outputs.with_targets(self._likelihood.check_targets(outputs.targets, outputs.outputs))
+
+
+def require_width(outputs: Tensor, width: tuple[int, ...], *, one_score: bool) -> None:
+    """Raises `DataError` for outputs whose rows have another shape than in `fit`; a single score of a classifier may
+    be of shape (N,) or (N, 1)."""
+    found = tuple(outputs.shape[1:])
+    if found != width and not (one_score and math.prod(found) == math.prod(width) == 1):
+        hint = "; a single point must be a batch of one, x[None]" if outputs.shape == width else ""
+        raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}{hint}.")
 
 
 def first_values(part: nn.Module) -> dict[str, Any]:
@@ -582,6 +604,11 @@ def with_targets(data: Any, targets: Any) -> Any:
     if isinstance(data, Outputs | str | os.PathLike):
         raise DataError(f"Expected targets inside the {type(data).__name__}, got them beside it: fit(data) is enough.")
     return data, targets
+
+
+def modules(fitted: Fitted | None) -> list[type[nn.Module]]:
+    """The classes of all parts of a fitted state."""
+    return [type(part) for _, part in fitted.named_modules(remove_duplicate=False)] if fitted is not None else []
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -201,6 +201,8 @@ def converted(kind: Any, value: Any, limits: Mapping[str, Any]) -> Any:
         return value
     if typing.get_origin(kind) is Literal:
         return value if isinstance(value, str) and value in typing.get_args(kind) else UNFIT
+    if kind is bool and type(value) is int and value in (0, 1):
+        return bool(value)
     if kind not in (int, float):
         return value if isinstance(value, typing.get_origin(kind) or kind) else UNFIT
     try:

@@ -6,9 +6,21 @@ import sys
 import traceback
 import warnings
 
+LONGEST = 1000
+"""Longer messages lose their middle."""
+
+
+def shortened(message: str) -> str:
+    """A message of at most `LONGEST` characters."""
+    half = LONGEST // 2 - 3
+    return message if len(message) <= LONGEST else f"{message[:half]} ... {message[-half:]}"
+
 
 class PosthocError(Exception):
     """Base class of the errors that this package raises."""
+
+    def __str__(self) -> str:
+        return shortened(super().__str__())
 
 
 class DataError(PosthocError, ValueError):
@@ -64,4 +76,4 @@ def warn(message: str) -> None:
     """Gives a `PosthocWarning` at the line that called this package."""
     names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe())]
     outermost = max(level for level, name in enumerate(names, 1) if name.partition(".")[0] == "posthoc")
-    warnings.warn(message, PosthocWarning, stacklevel=outermost + 1)
+    warnings.warn(shortened(message), PosthocWarning, stacklevel=outermost + 1)

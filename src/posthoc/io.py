@@ -25,6 +25,8 @@ Check = Callable[[Path], object]
 
 HEAD = "posthoc-head"
 VERSION = 2
+OUTPUTS_MANIFEST = "outputs.json"
+"""The file that makes a folder one of outputs."""
 LEFTOVER_SECONDS = 86400.0
 """Temporary files of this age were left by a process that was killed."""
 
@@ -44,6 +46,13 @@ def require_writable(path: StrPath) -> Path:
         raise FileError(f"Expected the path of a regular file to write, found a link or a device: {target}.")
     require_access(target.parent)
     return target
+
+
+def require_outside_outputs(path: Path) -> None:
+    """Refuses a place inside a folder of outputs, or such a folder itself."""
+    for folder in (path, *path.absolute().parents):
+        if (folder / OUTPUTS_MANIFEST).exists() and (folder / "outputs.npy").exists():
+            raise FileError(f"Expected a place outside folders of outputs, got {path}: write elsewhere.")
 
 
 def require_folder(path: StrPath) -> Path:

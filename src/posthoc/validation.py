@@ -76,7 +76,10 @@ def require_finite(values: Tensor, name: str, *, first_row: int = 0) -> None:
     if not bool(finite.all()):
         wrong = (~finite).nonzero()[0].tolist()
         got = f"{float(values[tuple(wrong)])} in row {first_row + wrong[0]} ({int((~finite).sum())} such values)"
-        raise DataError(f"Expected finite {name}, got {got}. Remove those rows, or find what made them.")
+        advice = "Remove those rows, or find what made them."
+        if name == "outputs" and bool(values[~finite].isneginf().all()):
+            advice = 'Logarithms of probabilities of 0? Give the probabilities, with outputs_are="probs".'
+        raise DataError(f"Expected finite {name}, got {got}. {advice}")
 
 
 def as_rows(rows: Any, length: int) -> Any:
@@ -89,6 +92,8 @@ def as_rows(rows: Any, length: int) -> Any:
         >>> as_rows(-1, 5), as_rows(2, 5)
         (slice(-1, None, None), slice(2, 3, None))
     """
+    if isinstance(rows, Tensor) and rows.ndim:  # a mask or a tensor of one number counts as an index too
+        return rows
     try:
         row = index(rows)
     except TypeError:

@@ -15,7 +15,7 @@ from posthoc.cli.fit import fit
 from posthoc.cli.predict import predict
 from posthoc.cli.report import report
 from posthoc.cli.shared import messages_on_stderr
-from posthoc.errors import PosthocError
+from posthoc.errors import PosthocError, shortened
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (demo, collect, fit, predict, evaluate, compare, report):
@@ -52,5 +52,5 @@ def main(app: typer.Typer = app) -> None:
 def fail(message: str) -> NoReturn:
     """Print an error and exit. Control characters, which names in files may contain, are escaped."""
     shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in message)
-    typer.echo(f"posthoc: {shown}", err=True)
+    typer.echo(shortened(f"posthoc: {shown}"), err=True)
     sys.exit(1)

@@ -56,7 +56,7 @@ def compare(
         --methods map,fmgp --set fmgp.steps=2000 -o results
     """
     from posthoc.evaluate.compare import REFUSALS, Comparison, Row
-    from posthoc.io import require_folder
+    from posthoc.io import require_folder, require_outside_outputs
     from posthoc.methods import REGISTRY, method_named
 
     chosen = REGISTRY if methods == "all" else [method_named(name.strip()).name for name in methods.split(",")]
@@ -81,6 +81,7 @@ def compare(
             refused.append(Row(name, error=str(error), applies=False))
     written = [*(f"{name}-{seed}.json" for name in fits), "table.md", "table.csv"]
     if fits:
+        require_outside_outputs(out)
         require_folder(out)
         for file in written:
             shared.require_output(out / file, force=force, inputs=(*paths.values(), config))

@@ -123,11 +123,10 @@ def require_output(path: Path, *, force: bool, inputs: Iterable[str | Path | Non
     The inputs of the same command are never replaced.
     """
     from posthoc.collect.files import split_range
-    from posthoc.io import require_writable
+    from posthoc.io import require_outside_outputs, require_writable
 
     require_writable(path)
-    if (path.parent / "outputs.json").exists():
-        raise FileError(f"Expected a place outside folders of outputs, got {path}: write elsewhere.")
+    require_outside_outputs(path)
     if not path.exists():
         return
     for name in inputs:

@@ -20,10 +20,10 @@ from posthoc.validation import choice, require_finite
 
 KINDS = ("logits", "log-probs", "probs")
 
-SUM_ERROR = 1e-3
-"""Largest deviation from 1 of a row's sum that is floating-point error."""
+SUM_ERROR = 0.0101
+"""Largest deviation from 1 of a row's sum where nothing is known of the rounding."""
 
-ROUNDED_SUM_ERROR = 0.1
+ROUNDED_SUM_ERROR = 0.5
 """Largest deviation from 1 of a row's sum that rounding to few decimals may explain."""
 
 RANGE_ERROR = 1e-6
@@ -99,7 +99,7 @@ def find_rounding(outputs: Tensor, kind: str) -> Rounding:
         zeros = zeros | (columns >= (0.0 if kind == "log-probs" else 1.0))  # the other class has what is left
     inner = values[(values > 0.0) & (values < 1.0)]
     if len(inner) >= FEWEST_VALUES:
-        unit = find_unit(inner[:: max(1, len(inner) // MOST_VALUES)], columns.dtype)
+        unit = find_unit(inner, columns.dtype)
         floor = (unit or float(inner.min())) / 2.0
     floor = max(floor, limits.tiny)
     if bool(zeros.any()):
@@ -112,6 +112,7 @@ def find_rounding(outputs: Tensor, kind: str) -> Rounding:
 
 def find_unit(values: Tensor, dtype: torch.dtype) -> float:
     """The coarsest unit that all values (float64) are multiples of, up to floating-point error; 0 if there is none."""
+    values = values[:: max(1, len(values) // MOST_VALUES)]
     error = 8.0 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     grids = GRIDS[error * GRIDS < 0.1].to(values.device)
     for part in (values[:FEWEST_VALUES], values):
@@ -141,6 +142,10 @@ def log_of_probs(p: Tensor, rounding: Rounding) -> Tensor:  # (N, C)
     p = torch.cat([1.0 - p, p], 1) if p.shape[1] == 1 else p
     total = p.sum(1, keepdim=True)
     wrong = (total - 1.0).abs() > rounding.sum_error(p.shape[1])
+    inner = p[(p > 0.0) & (p < 1.0)] if bool(wrong.any()) else p[:0, 0]
+    if len(inner) >= FEWEST_VALUES:  # these rows may be rounded more than those of the fit
+        coarser = Rounding(0.0, find_unit(inner.double(), p.dtype))
+        wrong &= (total - 1.0).abs() > coarser.sum_error(p.shape[1])
     refuse(total, wrong, "probabilities that sum to 1 in every row", "Or are they of several labels a row?")
     log_p = torch.where(p > RANGE_ERROR * rounding.unit, p.log(), math.log(rounding.floor))
     return log_p - torch.where((total - 1.0).abs() > SUM_ERROR, total.log(), 0.0)

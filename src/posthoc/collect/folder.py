@@ -26,9 +26,9 @@ from torch import Tensor
 from posthoc.collect.loaders import Array, array_of, listed
 from posthoc.collect.outputs import NAMES, Outputs
 from posthoc.errors import DataError, FileError
+from posthoc.io import OUTPUTS_MANIFEST as MANIFEST
 from posthoc.io import atomic_path, lock, parsing, require_regular, require_writable, sync_folder, writing
 
-MANIFEST = "outputs.json"
 LOCK = ".lock"
 FORMAT = "posthoc-outputs"
 VERSION = 1

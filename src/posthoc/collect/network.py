@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -73,6 +74,8 @@ def exclusive(module: nn.Module | None) -> Iterator[None]:
     if state is not None:
         state.threads.add(threading.get_ident())
     with state.lock if state is not None else nullcontext():
+        if state is not None and module is not None and module.training:
+            raise PosthocError(CHANGED.format("it in training mode"))
         yield
 
 
@@ -303,7 +306,12 @@ class Backbone:
         layer = self.module.get_submodule(str(self.layer))
         if not self.takes_input:
             return layer.register_forward_hook(lambda _, args, output: capture(output))
-        return layer.register_forward_pre_hook(lambda _, args, more: capture((*args, *more.values())), with_kwargs=True)
+
+        def before(_: nn.Module, args: Any, more: Mapping[str, Any] = MappingProxyType({})) -> None:
+            """`more` is missing in other threads while PyTorch registers or removes this hook."""
+            capture((*args, *more.values()))
+
+        return layer.register_forward_pre_hook(before, with_kwargs=True)
 
     def features_of(self, batch: Batch, captured: Tensor | None, rows: int) -> Tensor:  # (rows, D)
         """The features of a batch from what the layer's hook captured."""
@@ -311,7 +319,7 @@ class Backbone:
             advice = f"Name one that is, with layer=...; the layers are: {listed(self._layers())}."
             raise LayerError(f"Layer {self.layer!r} was not used when the model ran. {advice}")
         if captured.ndim < 2 or len(captured) != rows:
-            found = f"{tuple(captured.shape)}: name another, layer=... (a single point is a batch of one, x[None])"
+            found = f"{tuple(captured.shape)}: a single point must be a batch of one, x[None]; else name another layer"
             raise LayerError(f"Expected features of shape ({rows}, ...) from layer {self.layer!r}, got {found}.")
         return captured.flatten(1)
 

@@ -31,7 +31,7 @@ class Outputs:
     """A predictor's outputs on N points, with the targets and, where known, the features and inputs behind them.
 
     Tensors, NumPy arrays or nested lists; features and inputs of more than two dimensions are flattened to rows.
-    `columns` are the names of the columns of `outputs`, where a table gave them.
+    `columns` are the names of the columns of `outputs`, where a table (a DataFrame, or a file) gave them.
     """
 
     outputs: Tensor  # (N,) or (N, C), real
@@ -45,6 +45,9 @@ class Outputs:
             value = getattr(self, name)
             if value is None:
                 continue
+            names = tuple(getattr(value, "columns", ()))
+            if name == "outputs" and self.columns is None and names and all(isinstance(each, str) for each in names):
+                object.__setattr__(self, "columns", names)
             tensor = as_tensor(value).detach()
             if tensor.ndim < 1:
                 raise DataError(f"Expected {name} with one row a point, got a single number.")

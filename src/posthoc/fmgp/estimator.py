@@ -30,11 +30,13 @@ from posthoc.kernels.registry import kernel_from_file
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.learned_noise import MixtureNoise
-from posthoc.training import History, Ranks, Training, run_parallel
+from posthoc.training import History, Ranks, run_parallel
 from posthoc.validation import choice
 
 STEPS_PER_ROOT, MIN_STEPS, MAX_STEPS = 7.0, 200, 2000
 """By default a regression is trained for 7 √N steps, within these limits (docs/ablation.md)."""
+OF_ONE_TASK = {"residuals": ("regression", "learned"), "ood_strength": ("classification", None)}
+"""Options that do nothing for other tasks, with the task and the default."""
 DEFAULT_STEPS = 1000
 """Default number of steps of a classification."""
 DEFAULT_LR = {"classification": 0.01, "regression": 0.02}
@@ -93,18 +95,18 @@ class FMGPConfig(ScoreConfig, FeatureConfig, TrainingConfig):
                 as_points(block)  # an error now, before the network is run
 
     def resolved(self, task: str) -> FMGPConfig:
-        """The same options with the defaults of `steps` and `lr` for this task. The steps of a regression stay None,
-        because their default depends on the number of rows."""
+        """The same options with the defaults of `steps` and `lr` for this task. The steps of a regression stay None
+        until a fit, because their default depends on the number of rows."""
+        for name, (only, default) in OF_ONE_TASK.items():
+            if task != only and getattr(self, name) != default:
+                raise OptionError(f"{name} is an option for {only} and does nothing for {task}: leave it out.")
+        if self.variance == "shared" and self.output_rank is not None:
+            raise OptionError('output_rank is the rank of B, which variance="shared" does not have: leave it out.')
         if task != "classification" and isinstance(self.inducing, str) and self.inducing == "per_class":
             raise OptionError('inducing="per_class" needs classes; use "kmeans" or "random" for regression.')
         steps = DEFAULT_STEPS if self.steps is None and task == "classification" else self.steps
         lr = DEFAULT_LR.get(task, DEFAULT_LR["regression"]) if self.lr is None else self.lr
         return replace(self, steps=steps, lr=lr)
-
-    def training_on(self, rows: int) -> Training:
-        """How to train on this number of rows."""
-        by_rows = round(min(max(STEPS_PER_ROOT * math.sqrt(rows), MIN_STEPS), MAX_STEPS))
-        return replace(self.training, steps=by_rows) if self.steps is None else self.training
 
 
 class FMGP(Method):
@@ -178,6 +180,7 @@ class FMGP(Method):
     def __init__(self, model: Any = None, likelihood: str | Likelihood | None = None, **options: Any) -> None:
         super().__init__(model, likelihood, **options)
         self.config = self.config.resolved(self._likelihood.task)
+        self._steps_by_rows = self.config.steps is None
         self._likelihood.check_alpha(self.config.alpha)
         self.history, self._reads_again = History(), not self.config.cache
 
@@ -208,6 +211,13 @@ class FMGP(Method):
         kernel: Kernel = process.kernel if process is not None else self.config.kernel
         return kernel
 
+    def _job(self, *arguments: Any) -> Job:
+        job = super()._job(*arguments)
+        if self._steps_by_rows:
+            steps = min(max(STEPS_PER_ROOT * math.sqrt(len(job.train)), MIN_STEPS), MAX_STEPS)
+            self.config = replace(self.config, steps=round(steps))
+        return job
+
     def _fit(self, job: Job) -> FittedFMGP:
         """Selects a form of the variance, trains it on all rows, and corrects its confidence."""
         trainer, alone = self._trainer(job), Ranks().alone
@@ -231,7 +241,7 @@ class FMGP(Method):
 
     def _trainer(self, job: Job) -> Trainer:
         """What trains processes on this job, with all options resolved."""
-        full = self.config.training_on(len(job.train))
+        full = self.config.training
         short = shortened(full)
         training = short if isinstance(job.data, Augmented) else full  # augmented images have less to learn from
         cached = self.config.cache or isinstance(job.data, Outputs)

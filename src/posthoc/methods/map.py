@@ -65,5 +65,5 @@ class MAP(LikelihoodOnly):
         """
         likelihood = method.likelihood.bare()
         bare = cls(None, likelihood, outputs_are=method.outputs_are)
-        bare._fitted, bare._width = Fitted(likelihood), method._width
+        bare._fitted, bare._width, bare._given_width = Fitted(likelihood), method._width, method._given_width
         return bare

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posthoc.collect.outputs import Outputs
 from posthoc.display import html_table
 from posthoc.errors import DataError, OptionError, WrongTaskError
 from posthoc.numerics import rows_that_fit
@@ -210,10 +211,12 @@ class LatentGaussian(Rows):
         return {"mean": self.mean, "std": self.std}
 
 
-def require_finite_prediction(predictive: Predictive) -> None:
-    """Raises `DataError` for a prediction with NaN or infinity."""
+def require_finite_prediction(predictive: Predictive, rows: Outputs | None = None) -> None:
+    """Raises `DataError` for a prediction with NaN or infinity; if the rows it is for have such values, of those."""
     values = [*vars(predictive).values(), *vars(predictive.latent).values()]
     if not torch.stack([part.isfinite().all() for part in values if isinstance(part, Tensor)]).all():
+        if rows is not None:
+            rows.require_finite()
         raise DataError("Expected finite predictions, got NaN or infinity: the inputs are too large. Scale them.")
 
 

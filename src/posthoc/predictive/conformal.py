@@ -23,7 +23,7 @@ from posthoc.io import read_tensors, write_tensors
 from posthoc.predictive.base import LatentGaussian, Predictive, Rows, apply_by_rows, working_dtype
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.regression import RegressionPredictive
-from posthoc.validation import choice, class_labels, integer, regression_targets
+from posthoc.validation import choice, class_labels, integer, number, regression_targets
 
 FORMAT = "posthoc-conformal"
 
@@ -141,8 +141,8 @@ class Calibration:
 
     def threshold(self, level: float) -> Tensor:
         """The largest score of an answer with this level, () or (outputs,); infinite if n is too small for it."""
-        if not 0.0 < level < 1.0:
-            raise OptionError(f"Expected a level strictly between 0 and 1, got {level} (0.95 means 95 %).")
+        if not 0.0 < number(level) < 1.0:
+            raise OptionError(f"Expected a level strictly between 0 and 1, got {level!r} (0.95 means 95 %).")
         n = len(self.scores)
         rank = math.ceil((n + 1) * level - 1e-9)  # 0.07 * 100 is a little more than 7 in floating point
         if rank <= n:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from posthoc.errors import FileError
-from posthoc.io import lock, read_tensors, require_folder, write_tensors
+from posthoc.io import lock, read_tensors, require_folder, require_outside_outputs, write_tensors
 from posthoc.training.distributed import Ranks
 from posthoc.validation import integer
 
@@ -46,6 +46,7 @@ class Checkpoint:
         if not Ranks().first:
             yield
             return
+        require_outside_outputs(self.folder)
         require_folder(self.folder)
         with lock(self.folder / ".lock"):
             resumes = self.resume and self.path.exists()

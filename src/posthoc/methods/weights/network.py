@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import CHUNK, Fitted, Job, Method
+from posthoc.base import CHUNK, Fitted, Job, Method, require_width
 from posthoc.collect.class_scores import as_logits
 from posthoc.collect.loaders import Batch, is_arrays, iterate, row_count, take
 from posthoc.collect.network import Backbone, evaluating, exclusive, run_network
@@ -63,8 +63,11 @@ class NetworkMethod(Method):
         def call(*args: Any, **kwargs: Any) -> Any:
             return torch.func.functional_call(network, dict(weights or {}), args, kwargs)
 
-        outputs = run_network(network if weights is None else call, batch, self._width)
-        single = self._likelihood.task == "classification" and outputs.shape[1:].numel() == 1
+        outputs = run_network(network if weights is None else call, batch, self._given_width)
+        classes = self._likelihood.task == "classification"
+        if self._given_width is not None:
+            require_width(outputs, self._given_width, one_score=classes)
+        single = classes and outputs.shape[1:].numel() == 1
         return as_logits(outputs, "logits") if single else outputs
 
     @torch.no_grad()
