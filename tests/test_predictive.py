@@ -104,7 +104,7 @@ REFUSED = [
     (regression, lambda p: p.interval(95), OptionError, "0.95 means 95 %"),
     (regression, lambda p: p.interval("a"), OptionError, "strictly between 0 and 1, got 'a'"),
     (regression, lambda p: p.quantile(0.0), OptionError, "strictly between 0 and 1"),
-    (regression, lambda p: p.quantile([[0.1]]), OptionError, "a list of levels, strictly between 0 and 1"),
+    (regression, lambda p: p.quantile([[0.1] * 3]), OptionError, r"broadcast to shape \(6, 2\), got .* \(1, 3\)"),
     (regression, lambda p: p.quantile(None), OptionError, "strictly between 0 and 1, got None"),
     (regression, lambda p: p.sample(2.5), OptionError, r"number of draws, to be an integer of at least 1, got 2\.5"),
     (regression, lambda p: p.cdf("a"), DataError, "targets to be numbers, one row a point, got 'a'"),

@@ -81,17 +81,21 @@ class RegressionPredictive(Predictive):
         """The values below which a new observation falls with probability q.
 
         Args:
-            q: A level in (0, 1), or a list or one-dimensional tensor of Q levels.
+            q: A level in (0, 1), a list or one-dimensional tensor of Q levels, or a tensor of more dimensions that
+                broadcasts against the mean.
 
         Returns:
             The quantiles, of the shape of the mean; (Q, *shape of the mean) for Q levels.
         """
         levels = as_numbers(q, torch.float64)
-        if levels is None or levels.ndim > 1 or not bool(((levels > 0) & (levels < 1)).all()):
+        if levels is None or not bool(((levels > 0) & (levels < 1)).all()):
             raise OptionError(f"Expected a quantile level, or a list of levels, strictly between 0 and 1, got {q!r}.")
         levels = levels.to(self.mean.device)
         if levels.ndim == 1:
             levels = levels.reshape(-1, *[1] * self.mean.ndim)
+        elif not all(a in (1, b) or b == 1 for a, b in zip(levels.shape[::-1], self.mean.shape[::-1], strict=False)):
+            wanted = f"one level, a list of levels, or levels that broadcast to shape {tuple(self.mean.shape)}"
+            raise OptionError(f"Expected {wanted}, got levels of shape {tuple(levels.shape)}.")
         z = torch.special.ndtri(levels) if self.residuals is None else self.residuals.quantile(levels)
         return self.mean + self.std * z.to(self.std.dtype)
 
