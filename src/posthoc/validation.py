@@ -82,27 +82,6 @@ def require_finite(values: Tensor, name: str, *, first_row: int = 0) -> None:
         raise DataError(f"Expected finite {name}, got {got}. {advice}")
 
 
-def as_rows(rows: Any, length: int) -> Any:
-    """An index that keeps the row axis: a single number becomes a slice of one row.
-
-    Raises:
-        IndexError: The number is not that of a row.
-
-    Example:
-        >>> as_rows(-1, 5), as_rows(2, 5)
-        (slice(-1, None, None), slice(2, 3, None))
-    """
-    if isinstance(rows, Tensor) and rows.ndim:  # a mask or a tensor of one number counts as an index too
-        return rows
-    try:
-        row = index(rows)
-    except TypeError:
-        return rows
-    if not -length <= row < length:
-        raise IndexError(f"Expected a row from 0 to {length - 1}, got {row}.")
-    return slice(row, row + 1 or None)
-
-
 def integer(name: str, value: Any, least: int) -> int:
     """An option as an int of at least `least`; raises `OptionError` for other values."""
     try:

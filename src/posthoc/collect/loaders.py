@@ -30,11 +30,6 @@ class Batch(NamedTuple):
     kwargs: dict[str, Any]
     target: Any | None
 
-    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch with a function applied to the tensors among its arguments."""
-        args, kwargs = change_tensors(self[:2], lambda value: change(value) if isinstance(value, Tensor) else value)
-        return Batch(args, kwargs, self.target)
-
 
 def read_batch(batch: Any) -> Batch:
     """Takes a batch apart: (x, y), (x₁, x₂, …, y), a mapping with its targets under a usual key, or inputs alone."""
@@ -169,7 +164,8 @@ def leaves(value: Any) -> list[Any]:
 
 def copied(batch: Batch) -> Batch:
     """The batch with tensors of its own, for a network that may work in place or is run several times."""
-    return batch.with_tensors(torch.clone)
+    args, kwargs = change_tensors(batch[:2], lambda value: value.clone() if isinstance(value, Tensor) else value)
+    return Batch(args, kwargs, batch.target)
 
 
 def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

@@ -17,7 +17,18 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from posthoc.collect.loaders import Batch, as_tensor, copied, is_array, iterate, listed, move, read_batch, tensors_of
+from posthoc.collect.loaders import (
+    Batch,
+    as_tensor,
+    change_tensors,
+    copied,
+    is_array,
+    iterate,
+    listed,
+    move,
+    read_batch,
+    tensors_of,
+)
 from posthoc.collect.outputs import Outputs, join
 from posthoc.errors import DataError, LayerError, PosthocError
 from posthoc.validation import require_finite
@@ -364,12 +375,11 @@ class Reader:
         """What the model returns for a batch. The inputs, which may be the user's own, stay as they are."""
         tensors = tensors_of(batch)
         before = [(tensor, version(tensor), tensor.detach().clone()) for tensor in tensors]
-        # The model may change their shapes and flags; in other memory its outputs may differ in the last bit.
-        own = batch.with_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+        args, kwargs = change_tensors(batch[:2], in_same_memory)
         self.thread, self.captured = threading.get_ident(), None
         try:
             # A copy, since a predictor may return the same buffer every time, or what it was given.
-            return read_outputs(self.backbone.model(*own.args, **own.kwargs)).detach().clone()
+            return read_outputs(self.backbone.model(*args, **kwargs)).detach().clone()
         except PosthocError:
             raise
         except Exception as error:
@@ -392,6 +402,11 @@ class Reader:
         if not isinstance(value, Tensor):
             raise LayerError(f"Expected the feature layer to return a tensor, got {type(value).__name__}.")
         self.captured = value.clone()  # a later layer may work on it in place
+
+
+def in_same_memory(value: Any) -> Any:
+    """A tensor that the model may change in shape and flags; in other memory its outputs may differ in the last bit."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def read_inputs(tensors: list[Tensor], rows: int) -> Tensor:  # (rows, D)

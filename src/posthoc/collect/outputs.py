@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from posthoc.collect.loaders import as_tensor, listed
 from posthoc.errors import DataError
-from posthoc.validation import as_rows, require_finite
+from posthoc.validation import require_finite
 
 NAMES = ("outputs", "targets", "features", "inputs")
 """The parts of `Outputs`."""
@@ -182,6 +183,27 @@ def stack(parts: list[Tensor | None], name: str) -> Tensor | None:
     if len(widths := {tuple(part.shape[1:]) for part in present}) > 1:
         raise DataError(f"Expected {name} of one width, got batches of widths {sorted(widths)}.")
     return torch.cat(present) if present else None
+
+
+def as_rows(rows: Any, length: int) -> Any:
+    """An index that keeps the row axis: a single number becomes a slice of one row.
+
+    Raises:
+        IndexError: The number is not that of a row.
+
+    Example:
+        >>> as_rows(-1, 5), as_rows(2, 5)
+        (slice(-1, None, None), slice(2, 3, None))
+    """
+    if isinstance(rows, Tensor) and rows.ndim:  # a mask or a tensor of one number counts as an index too
+        return rows
+    try:
+        row = index(rows)
+    except TypeError:
+        return rows
+    if not -length <= row < length:
+        raise IndexError(f"Expected a row from 0 to {length - 1}, got {row}.")
+    return slice(row, row + 1 or None)
 
 
 def require_same_columns(fitted: tuple[str, ...] | None, found: tuple[str, ...] | None) -> None:

@@ -211,13 +211,6 @@ class FMGP(Method):
         kernel: Kernel = process.kernel if process is not None else self.config.kernel
         return kernel
 
-    def _job(self, *arguments: Any) -> Job:
-        job = super()._job(*arguments)
-        if self._steps_by_rows:
-            steps = min(max(STEPS_PER_ROOT * math.sqrt(len(job.train)), MIN_STEPS), MAX_STEPS)
-            self.config = replace(self.config, steps=round(steps))
-        return job
-
     def _fit(self, job: Job) -> FittedFMGP:
         """Selects a form of the variance, trains it on all rows, and corrects its confidence."""
         trainer, alone = self._trainer(job), Ranks().alone
@@ -241,6 +234,9 @@ class FMGP(Method):
 
     def _trainer(self, job: Job) -> Trainer:
         """What trains processes on this job, with all options resolved."""
+        if self._steps_by_rows:
+            steps = min(max(STEPS_PER_ROOT * math.sqrt(len(job.train)), MIN_STEPS), MAX_STEPS)
+            self.config = replace(self.config, steps=round(steps))
         full = self.config.training
         short = shortened(full)
         training = short if isinstance(job.data, Augmented) else full  # augmented images have less to learn from
@@ -307,6 +303,10 @@ class FMGP(Method):
             likelihood = MixtureNoise(likelihood, shapes["normals"])
         kernel, outputs = copy.deepcopy(self.config.kernel), math.prod(self._width or ())
         return FittedFMGP.blank(shapes, kernel, self._blank_likelihood(likelihood), outputs)
+
+    def _identity(self) -> dict[str, Any]:
+        found = super()._identity()
+        return {**found, "config": {**found["config"], "steps": None}} if self._steps_by_rows else found
 
     def _header(self) -> dict[str, Any]:
         return {**super()._header(), "selection": asdict(self.selection_)}

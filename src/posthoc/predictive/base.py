@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posthoc.collect.outputs import Outputs
+from posthoc.collect.outputs import Outputs, as_rows
 from posthoc.display import html_table
 from posthoc.errors import DataError, OptionError, WrongTaskError
 from posthoc.numerics import rows_that_fit
 from posthoc.predictive.latent import Latent, correlate
-from posthoc.validation import as_rows, choice, integer, number
+from posthoc.validation import choice, integer, number
 
 SHOWN_COLUMNS = 6
 """The most columns that the HTML table of a notebook has for one quantity."""
