@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from posthoc.collect.outputs import as_rows
 from posthoc.errors import DataError, OptionError
-from posthoc.validation import as_rows
 
 __all__ = ["Dataset", "Splits"]
 

@@ -25,9 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posthoc.collect.outputs import as_rows
 from posthoc.errors import DataError, FileError, OptionError
 from posthoc.io import atomic_path, writing
-from posthoc.validation import as_rows, integer, require_finite
+from posthoc.validation import integer, require_finite
 from reproduction.data.files import BROKEN, DataFolder, RemoteFile, StandIn, read_arrays
 
 __all__ = ["ELEMENTS", "MoleculeSplits", "Molecules", "qm9"]
