@@ -23,7 +23,7 @@ from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import PosthocError, UnavailableError
 from posthoc.fmgp import FMGP
-from posthoc.integrations.libraries import image_transform, require_all_loaded
+from posthoc.integrations.pretrained import image_transform, require_all_loaded
 from posthoc.integrations.transforms import Collate
 from posthoc.optional import require
 from reproduction.data import Dataset, cifar10, cifar100

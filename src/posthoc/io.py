@@ -68,6 +68,7 @@ def require_folder(path: StrPath) -> Path:
 
 
 def require_access(folder: Path) -> None:
+    """Raises `FileError` for a folder that cannot be written to."""
     if not os.access(folder, os.W_OK):
         raise FileError(f"Expected a folder that can be written to, found one that cannot: {folder}.")
 
@@ -132,6 +133,7 @@ def temporary_beside(target: Path, suffix: str) -> Path:
 
 
 def remove(path: Path) -> None:
+    """Removes a file or a folder, if it is there."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

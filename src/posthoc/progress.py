@@ -57,6 +57,7 @@ def progress_bar(
 
 @contextmanager
 def rich_bar(task: str, total: int | None, done: int, unit: str) -> Iterator[Report]:
+    """A progress bar on a terminal or in a notebook."""
     from rich import progress
     from rich.console import Console
 
@@ -78,6 +79,7 @@ class Clock:
 
 
 def log_lines(task: str, total: int | None, start: int, unit: str) -> Report:
+    """A log line every few seconds, where there is no terminal."""
     began = time.monotonic()
     if began - Clock.seen > PAUSE:
         Clock.line = began

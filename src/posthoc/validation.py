@@ -54,6 +54,7 @@ def class_labels(y: Any, mean: Tensor) -> Tensor:
 
 
 def as_targets(y: Any, mean: Tensor) -> Tensor:
+    """Targets as a tensor on the device of the mean; raises `DataError` for anything but numbers."""
     targets = as_numbers(y)
     if targets is None:
         raise DataError(f"Expected targets to be numbers, one row a point, got {reprlib.repr(y)}.")

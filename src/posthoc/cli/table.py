@@ -60,6 +60,7 @@ def require_table(path: StrPath) -> Callable[[Path, Iterator[Columns]], None]:
 
 
 def write_parquet(path: Path, tables: Iterator[Columns]) -> None:
+    """Writes tables of columns one after the other as row groups of a Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -72,6 +73,7 @@ def write_parquet(path: Path, tables: Iterator[Columns]) -> None:
 
 
 def write_csv(path: Path, tables: Iterator[Columns]) -> None:
+    """Writes tables of columns one after the other as rows of a CSV file, with one header."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         for table in map(flat, tables):

@@ -57,4 +57,5 @@ class Augmented:
 
 
 def is_images(value: Any) -> bool:
+    """Whether a value is an array of images, (N, channels, height, width)."""
     return is_array(value) and value.ndim == 4

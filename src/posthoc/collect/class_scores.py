@@ -122,6 +122,7 @@ def find_unit(values: Tensor, dtype: torch.dtype) -> float:
 
 
 def as_columns(outputs: Tensor, kind: str) -> Tensor:  # (N, C)
+    """Outputs as a matrix; raises `DataError` for values that are not of this kind."""
     choice("kind", kind, KINDS)
     if outputs.ndim not in (1, 2) or not outputs.shape[1:].numel() or not outputs.is_floating_point():
         found = f"{outputs.dtype} of shape {tuple(outputs.shape)}"
@@ -138,6 +139,7 @@ def as_columns(outputs: Tensor, kind: str) -> Tensor:  # (N, C)
 
 
 def log_of_probs(p: Tensor, rounding: Rounding) -> Tensor:  # (N, C)
+    """The logarithms of probabilities, with zeros raised to half of their unit of rounding."""
     p = p.to(torch.promote_types(p.dtype, torch.float32)).clamp(0.0, 1.0)
     p = torch.cat([1.0 - p, p], 1) if p.shape[1] == 1 else p
     total = p.sum(1, keepdim=True)
@@ -152,6 +154,7 @@ def log_of_probs(p: Tensor, rounding: Rounding) -> Tensor:  # (N, C)
 
 
 def checked_log_probs(log_p: Tensor, rounding: Rounding) -> Tensor:  # (N, C)
+    """Log-probabilities, normalized; raises `DataError` where they do not sum to 1 within rounding."""
     wide = log_p.to(torch.promote_types(log_p.dtype, torch.float32))
     if log_p.shape[1] == 1:
         wide = wide.clamp(max=0.0)
@@ -165,6 +168,7 @@ def checked_log_probs(log_p: Tensor, rounding: Rounding) -> Tensor:  # (N, C)
 
 
 def refuse(values: Tensor, wrong: Tensor, expected: str, hint: str = "") -> None:
+    """Raises `DataError` that names the first row where `wrong` is true."""
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()
         advice = f"Are these logits, or of another kind than you said? The kinds are {', '.join(KINDS)}. {hint}"

@@ -45,6 +45,7 @@ def warn_if_probabilities(*collected: Tensor) -> None:
 
 
 def look_like_probabilities(outputs: Tensor) -> bool:
+    """Whether the first rows are in [0, 1] and sum to 1."""
     if outputs.ndim > 2:
         return False
     some = outputs[:1024].double().reshape(min(len(outputs), 1024), -1)

@@ -57,6 +57,7 @@ def open_outputs(path: str | os.PathLike[str], *, columns: Columns | None = None
 
 
 def read_file(path: Path, form: str, columns: Columns | None) -> Outputs:
+    """Reads `Outputs` from a file; errors name the file."""
     try:
         if form in TABLES:
             parts = TABLES[form](path, columns)
@@ -97,6 +98,7 @@ def save_outputs(outputs: Outputs, path: str | os.PathLike[str], *, force: bool 
 
 
 def write_folder(target: Path, arrays: dict[str, Array]) -> None:
+    """Writes arrays as a folder of outputs, whole or not at all."""
     if target.is_file():
         raise FileError(f"Expected the name of a folder, found a file: {target}.")
     with ExitStack() as stack:
@@ -165,11 +167,13 @@ def form_of(path: Path) -> str:
 
 
 def read_npz(path: Path) -> dict[str, Array]:
+    """The arrays of an .npz file that are parts of `Outputs`."""
     with parsing(path, "an .npz file of arrays of numbers"), np.load(path, allow_pickle=False) as file:
         return {name: np.asarray(file[name]) for name in ours(path, file.files)}
 
 
 def read_safetensors(path: Path) -> dict[str, Array]:
+    """The arrays of a safetensors file that are parts of `Outputs`."""
     from safetensors import safe_open
 
     with parsing(path, "a safetensors file"), safe_open(path, framework="pt") as file:
@@ -184,10 +188,12 @@ def ours(path: Path, names: list[str]) -> list[str]:
 
 
 def write_npz(path: Path, arrays: dict[str, Array]) -> None:
+    """Writes arrays as an .npz file."""
     np.savez(path, **arrays)  # type: ignore[arg-type]  # keywords of its own
 
 
 def write_safetensors(path: Path, arrays: dict[str, Array]) -> None:
+    """Writes arrays as a safetensors file."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 

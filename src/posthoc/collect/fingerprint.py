@@ -54,6 +54,7 @@ def require_same_network(expected: str | None, module: nn.Module | None) -> None
 
 
 def hash_weights(module: nn.Module) -> str:
+    """The SHA-256 of the names, shapes and (for large tensors, some) values of the weights and buffers."""
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         if not isinstance(tensor, Tensor):

@@ -133,6 +133,7 @@ def mapped(path: Path, row: np.dtype[Any], rows: int) -> Tensor:
 
 
 def copy_on_write(file: BinaryIO) -> mmap.mmap:
+    """Maps a file into memory; changes of the memory do not reach the file."""
     if sys.platform != "linux":
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     # Without this flag, which later versions of Python have a name for, Linux refuses files larger than the memory.
@@ -299,4 +300,5 @@ def require_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> N
 
 
 def described(types: Mapping[str, np.dtype[Any]]) -> str:
+    """The names, types and shapes of arrays in words, for errors."""
     return ", ".join(f"{name} of {row.base} of shape {row.shape}" for name, row in types.items())

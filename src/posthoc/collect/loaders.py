@@ -109,6 +109,7 @@ def is_row(item: Any) -> bool:
 
 
 def shapes(values: list[Any]) -> list[tuple[int, ...]]:
+    """The shapes of those values that are arrays or lists of numbers."""
     return [np.shape(value) for value in values if is_array(value) or is_numbers(value)]
 
 
@@ -124,6 +125,7 @@ def collate(rows: list[Any]) -> Any:
 
 
 def collate_column(values: list[Any]) -> Any:
+    """Stacks the values of one column of rows."""
     first = values[0]
     if isinstance(first, Mapping):
         return {name: collate_column([value[name] for value in values]) for name in first}
@@ -237,10 +239,12 @@ def is_numbers(data: Any) -> bool:
 
 
 def is_list(data: Any) -> bool:
+    """Whether data are a sequence other than a string."""
     return isinstance(data, Sequence) and not isinstance(data, str | bytes)
 
 
 def stands_for_array(data: Any) -> bool:
+    """Whether data are an array, a table, or a list of numbers or arrays."""
     return is_array(data) or is_table(data) or (is_list(data) and (is_numbers(data) or is_array(data[0])))
 
 

@@ -232,6 +232,7 @@ def in_rows(outputs: Tensor, batch: Batch, width: Width) -> Tensor:  # (N, ...)
 
 
 def length(value: Any) -> int | None:
+    """The length of a list or an array; None for anything else."""
     return len(value) if isinstance(value, list | tuple) or (is_array(value) and value.ndim) else None
 
 

@@ -175,6 +175,7 @@ def join(parts: list[Outputs]) -> Outputs:
 
 
 def stack(parts: list[Tensor | None], name: str) -> Tensor | None:
+    """Concatenates the batches of one part of `Outputs`; None if no batch has it."""
     present = [part for part in parts if part is not None]
     if present and len(present) != len(parts):
         raise DataError(f"Expected {name} in every batch, got them in {len(present)} of {len(parts)}.")

@@ -78,6 +78,7 @@ def assemble(chosen: Mapping[str, list[str]], columns: Columns | None, values: M
 
 
 def used(chosen: Mapping[str, list[str]]) -> list[str]:
+    """The names of all chosen columns, each once."""
     return list(dict.fromkeys(name for names in chosen.values() for name in names))
 
 

@@ -145,4 +145,5 @@ def until_end(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def as_it_is(batch: Any) -> Any:
+    """Returns the batch."""
     return batch

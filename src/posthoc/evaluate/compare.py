@@ -252,6 +252,7 @@ def named(methods: str | Iterable[Entry] | Mapping[str, Entry]) -> dict[str, Can
 
 
 def method_and_options(entry: Entry) -> Candidate:
+    """The method of an entry, resolved if it is a name, and its options."""
     method, options = entry if isinstance(entry, tuple) else (entry, {})
     method = method_named(method) if isinstance(method, str) else method
     if isinstance(method, Method) or (isinstance(method, type) and issubclass(method, Method)):

@@ -117,6 +117,7 @@ def score(method: Method, test: Any, ood: Any = None, *, device: torch.device | 
 
 
 def require_ood_task(task: str, ood: Any) -> None:
+    """Raises `OptionError` for out-of-distribution data of a task other than classification."""
     if ood is not None and task != "classification":
         raise OptionError("Out-of-distribution data are for classification: leave them out for regression.")
 

@@ -302,6 +302,7 @@ def scores(score: Score, pred: Predictive, y: Any = None) -> Tensor:  # (N,) or 
 
 
 def real_targets(pred: Predictive, y: Any) -> Tensor:  # as mean
+    """Targets of a regression in the shape of the mean; raises `WrongTaskError` for other tasks."""
     if not hasattr(pred, "interval"):
         raise WrongTaskError(f"Expected the predictions of a regression, got a {type(pred).__name__}.")
     return regression_targets(y, pred.mean)

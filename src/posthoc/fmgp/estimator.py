@@ -57,10 +57,12 @@ def encode_points(inducing: Any) -> Any:
 
 
 def decode_points(stored: Any, given: Any) -> Any:
+    """The inverse of `encode_points`; your own points are not in the file."""
     return stored if isinstance(stored, str) else NotKept(stored["given"])
 
 
 def encode_classes(classes: Any) -> list[int] | None:
+    """The option `inducing_classes` as JSON."""
     return None if classes is None else torch.as_tensor(classes).tolist()
 
 

@@ -156,4 +156,5 @@ def top_margin(outputs: Tensor) -> Tensor:
 
 
 def unit_vectors(features: Tensor) -> Tensor:
+    """Features (N, D) divided by their lengths."""
     return F.normalize(features.double(), dim=-1)

@@ -351,9 +351,11 @@ def score_of(form: VarianceForm, log_p: Tensor, scaled: Tensor, y: Tensor) -> Ca
 
 
 def losses(log_p: Tensor, y: Tensor) -> Tensor:  # (N,)
+    """The negative log-likelihood of each row."""
     return -log_p.double().gather(-1, y[:, None]).squeeze(-1)
 
 
 def calibration_error(log_p: Tensor, y: Tensor) -> float:
+    """The expected calibration error of log-probabilities (N, C) for labels (N,)."""
     confidence, label = log_p.double().exp().max(-1)
     return float(expected_calibration_error(confidence, label == y))

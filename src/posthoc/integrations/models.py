@@ -21,8 +21,8 @@ from posthoc.collect.network import Backbone
 from posthoc.errors import FileError, LayerError, OptionError, warn
 from posthoc.integrations.datasets import Rows, open_data
 from posthoc.integrations.files import expecting, file_digest
-from posthoc.integrations.libraries import LIBRARIES, load_weights, weights_file
 from posthoc.integrations.onnx import OnnxGraph, onnx_files
+from posthoc.integrations.pretrained import LIBRARIES, load_weights, weights_file
 from posthoc.integrations.transforms import PLAIN, Collate, Transform, for_each
 from posthoc.validation import known_device
 

@@ -54,6 +54,7 @@ def for_each(function: Callable[[Any], Any], description: str, takes: str | None
 
 
 def apply_to_each(function: Callable[[Any], Any], inputs: list[Any]) -> Any:
+    """A batch of the function's values of the inputs."""
     return default_collate([function(value) for value in inputs])
 
 

@@ -133,6 +133,7 @@ def is_cost(figure: str) -> bool:
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, float]:
+    """The figures that are finite numbers."""
     return {name: float(v) for name, v in figures.items() if isinstance(v, int | float) and abs(v) < LARGEST_VALUE}
 
 

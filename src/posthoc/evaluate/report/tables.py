@@ -26,10 +26,12 @@ def digits(value: float) -> str:
 
 
 def seconds(value: float) -> str:
+    """A time as text, in seconds."""
     return f"{value:.2f}" if value < 10 else f"{value:,.0f}"
 
 
 def megabytes(value: float) -> str:
+    """A number of bytes as text, in megabytes."""
     return f"{value / 1e6:,.0f}"
 
 

@@ -183,10 +183,12 @@ def text_transform(tokenizer: Any, positions: int | None) -> Transform:
 
 
 def process(processor: Any, inputs: list[Any], **options: Any) -> dict[str, Any]:
+    """Inputs as tensors, by a processor of Hugging Face."""
     return dict(processor(inputs, return_tensors="pt", **options))
 
 
 def describe(processor: Any, settings: str) -> str:
+    """A name for a processor with these settings."""
     return f"{type(processor).__name__} {hashlib.sha256(settings.encode()).hexdigest()[:16]}"
 
 
