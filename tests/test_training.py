@@ -14,7 +14,7 @@ from torch import nn
 
 from posthoc import FMGP, RBF, Categorical, Gaussian, Linear, NotFittedError, TrainingError, White
 from posthoc.fmgp.process import correction
-from posthoc.training import History, Training, train
+from posthoc.training import History, Training, single_thread, train
 from tests.cases import QUICK, N, answers, inputs, labels, mlp, numbers, recorded, same, values
 
 BATCHED: dict[str, Any] = {"steps": 15, "num_inducing": 4, "batch_size": 8}
@@ -256,3 +256,19 @@ def test_a_history_has_a_short_repr() -> None:
     assert repr(fitted(steps=40).history).startswith("History(40 steps, last loss ")
     assert repr(climb([3.0, 2.0, 2.5], steps=2, eval_every=1)[1]).endswith("best of 3 scores 2 at step 1)")
     assert repr(History()) == "History(0 steps)"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_the_number_of_threads_is_put_back_after_an_error(error: type[BaseException], monkeypatch: Any) -> None:
+    before, seen = torch.get_num_threads(), []
+    monkeypatch.setattr("posthoc.fmgp.build.train", lambda *_, **__: seen.append(torch.get_num_threads()) or 1 / 0)
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(error), single_thread():
+            raise error
+        assert torch.get_num_threads() == 2
+        with pytest.raises(ZeroDivisionError):
+            fitted()
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)

@@ -39,8 +39,6 @@ WORK_PER_OUTPUT = 20
 """Work for each output of each point in a step, in multiplications."""
 LARGE_OUTPUTS = 2**30
 """Outputs of more bytes stay in their file or in the host's memory where a fit reads only some of them."""
-PARALLEL_BYTES = 2**28
-"""Outputs of more bytes are fitted one candidate after the other, since each candidate copies most of them."""
 
 FreshSource = Callable[[PointView, Likelihood], Generator[TrainingBatch]]
 """Gives batches from the network, which is run anew at every step."""
@@ -55,7 +53,6 @@ class Trainer:
         likelihood: The likelihood before training; each process trains a copy.
         training: How to train.
         candidate_training: How to train a candidate.
-        parallel: Whether several processes are trained at the same time, by a thread each.
         fresh: Source of batches where the outputs of the network are not cached.
     """
 
@@ -63,7 +60,6 @@ class Trainer:
     likelihood: Likelihood
     training: Training
     candidate_training: Training
-    parallel: bool
     fresh: FreshSource | None = None
 
     def fit(self, job: Job, form: VarianceForm) -> tuple[FittedFMGP, History]:
@@ -163,12 +159,6 @@ def shortened(training: Training, times: int = 3) -> Training:
     """Training in a third of the steps (or another part), with up to three times the learning rate."""
     lr = min(times * training.lr, max(training.lr, 0.05))
     return replace(training, steps=-(-training.steps // times), lr=lr)
-
-
-def trains_in_parallel(rows: Outputs, config: FMGPConfig, device: torch.device) -> bool:
-    """Whether several small processes are trained at the same time, by a thread each."""
-    small = is_small(config.num_inducing, config.batch_size, rows.outputs[0].numel())
-    return small and device.type == "cpu" and Ranks().alone and rows.nbytes < PARALLEL_BYTES
 
 
 def is_small(m: int, batch: int, num_outputs: int) -> bool:

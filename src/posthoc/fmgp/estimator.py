@@ -19,7 +19,7 @@ from posthoc.collect.loaders import iterate
 from posthoc.collect.outputs import Outputs, join
 from posthoc.config import FeatureConfig, ScoreConfig, TrainingConfig, option
 from posthoc.errors import DataError, LayerError, NotFittedError, OptionError, warn
-from posthoc.fmgp.build import Trainer, shortened, trains_in_parallel
+from posthoc.fmgp.build import Trainer, shortened
 from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.fmgp.inducing_points import NotKept, as_points
 from posthoc.fmgp.points import PointView, TrainingBatch
@@ -30,7 +30,7 @@ from posthoc.kernels.registry import kernel_from_file
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.learned_noise import MixtureNoise
-from posthoc.training import History, Ranks, run_parallel
+from posthoc.training import History, Ranks
 from posthoc.validation import choice
 
 STEPS_PER_ROOT, MIN_STEPS, MAX_STEPS = 7.0, 200, 2000
@@ -243,9 +243,8 @@ class FMGP(Method):
         short = shortened(full)
         training = short if isinstance(job.data, Augmented) else full  # augmented images have less to learn from
         cached = self.config.cache or isinstance(job.data, Outputs)
-        parallel = cached and trains_in_parallel(job.train, self.config, job.device)
         fresh = None if cached else partial(self._fresh_batches, job)
-        return Trainer(self.config, self._likelihood, training, short, parallel, fresh)
+        return Trainer(self.config, self._likelihood, training, short, fresh)
 
     def _train_regression(self, job: Job, selection: Selection, trainer: Trainer) -> FittedFMGP:
         """Trains on all rows, with the distribution of the standardized residuals if it is to be learned.
@@ -264,10 +263,8 @@ class FMGP(Method):
         parts = list(folds(job, job.train, RESIDUAL_FOLDS)) if rows < MANY_RESIDUALS else []
         learned = replace(trainer, likelihood=likelihood)
         short = replace(learned, training=shortened(trainer.training, 2))
-        tasks = [partial(learned.fit, job, selection.form)]
-        tasks += [partial(short.fit, part, selection.form) for part, _ in parts]
-        (fitted, self.history), *others = run_parallel(tasks, trainer.parallel)
-        pairs = [(other, unseen) for (other, _), (_, unseen) in zip(others, parts, strict=True)]
+        fitted, self.history = learned.fit(job, selection.form)
+        pairs = [(short.fit(part, selection.form)[0], unseen) for part, unseen in parts]
         pairs = pairs or [(fitted, job.train.spread(MAX_RESIDUALS))]
         assert isinstance(fitted.likelihood, MixtureNoise)
         fitted.likelihood.set_residuals(torch.cat([other.residuals(unseen) for other, unseen in pairs]))

@@ -118,7 +118,8 @@ class SeparableLatent(Latent):
 
 
 class CoupledLatent(Latent):
-    """For few outputs: U is held, C x N x M numbers.
+    """For few outputs: U_c = Σ_j B_cj S_j, where S_j sums k(x, z_m) W_m over the inducing points of output j. Products
+    of the U_c need only S_i·S_j: J x J numbers for each point.
 
     Args:
         coupling: B.
@@ -133,21 +134,22 @@ class CoupledLatent(Latent):
         self, coupling: OutputCovariance, k_diag: Tensor, k_xz: Tensor, w: Tensor, present: Tensor, sizes: list[int]
     ) -> None:
         self.coupling, self.k_diag = coupling, k_diag[:, None]
-        # U_c = Σ_j B_cj (Σ k(x, z_m) W_m over the inducing points of output j)
         groups = zip(k_xz.split(sizes, -1), w.mT.split(sizes), strict=True)
-        sums = torch.stack([k @ part for k, part in groups])  # (J, N, M)
-        self.known = (coupling.columns(present) @ sums.flatten(1)).reshape(-1, *k_xz.shape)  # (C, N, M)
+        sums = torch.stack([k @ part for k, part in groups], 1)  # (N, J, M)
+        self.products, self.columns = sums @ sums.mT, coupling.columns(present)  # (N, J, J), (C, J)
 
     @property
     def variance(self) -> Tensor:
-        return (self.k_diag * self.coupling.diagonal() - self.known.square().sum(-1).mT).clamp_min(0.0)
+        known = ((self.columns @ self.products) * self.columns).sum(-1)
+        return (self.k_diag * self.coupling.diagonal() - known).clamp_min(0.0)
 
     def covariance(self) -> Tensor:
-        return covariance_across(self.coupling.matrix(), self.k_diag.squeeze(-1), self.known)
+        return self.coupling.matrix() * self.k_diag[:, :, None] - self.columns @ self.products @ self.columns.mT
 
     def difference(self, top: Tensor) -> Tensor:
-        known = self.known - self.known.gather(0, top[None, :, None].expand(1, *self.known.shape[1:]))
-        return (self.k_diag * self.coupling.difference(top) - known.square().sum(-1).mT).clamp_min(0.0)
+        apart = self.columns - self.columns[top][:, None]  # (N, C, J)
+        known = ((apart @ self.products) * apart).sum(-1)
+        return (self.k_diag * self.coupling.difference(top) - known).clamp_min(0.0)
 
 
 class LowRankLatent(Latent):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -22,7 +21,7 @@ from posthoc.fmgp.ood import best_exponent
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.recalibration import NONE, Recalibration
 from posthoc.predictive.calibration_error import expected_calibration_error
-from posthoc.training import Ranks, run_parallel
+from posthoc.training import Ranks
 
 if TYPE_CHECKING:
     from posthoc.fmgp.build import Trainer
@@ -196,7 +195,7 @@ def select_form(job: Job, config: FMGPConfig, likelihood: Likelihood, trainer: T
     exponent = Ranks().agree(best_exponent(job.train)) if learns_exponent else 0.0
     forms = [CAUTIOUS] if augmented else candidates(rows, num_outputs)
     forms = [replace(form, kl=config.kl or form.kl, ood_exponent=exponent) for form in forms]
-    selection = compare(job, forms, trainer.fit_and_score, trainer.parallel)
+    selection = compare(job, forms, trainer.fit_and_score)
     # Corrections learned from augmented images do not hold for plain ones.
     return replace(selection, recalibration=NONE, ood_strength=0.0) if augmented else selection
 
@@ -205,21 +204,15 @@ def candidates(rows: int, num_outputs: int) -> list[VarianceForm]:
     """The forms to compare with temperature scaling."""
     if rows < SELECTION.rows_per_class * num_outputs:
         return [VarianceForm("shared")]
-    weak, medium, _ = SELECTION.priors
     if rows < SELECTION.rows_per_own_variance * num_outputs or num_outputs > SELECTION.max_own_variances:
         return [VarianceForm("separable", prior=prior) for prior in SELECTION.priors]
-    return [
-        VarianceForm("separable", prior=weak),
-        VarianceForm("separable", prior=medium),
-        VarianceForm("per_output", prior=weak),
-    ]
+    return [VarianceForm(variance, prior=SELECTION.priors[0]) for variance in ("separable", "per_output")]
 
 
 def compare(
     job: Job,
     forms: list[VarianceForm],
     fit_and_score: Callable[[Job, VarianceForm, Outputs], HeldOut],
-    parallel: bool = False,
 ) -> Selection:
     """The best of some forms and temperature scaling, on rows that they were not trained on.
 
@@ -227,17 +220,14 @@ def compare(
         job: The data of the fit.
         forms: The candidates.
         fit_and_score: Trains a form on a job and scores rows that are not in it.
-        parallel: Whether candidates are trained at the same time, by a thread each.
     """
     baseline = replace(TEMPERATURE_SCALING, ood_exponent=forms[0].ood_exponent if forms else 0.0)
     held_out: dict[VarianceForm, HeldOut] = {form: {} for form in (baseline, *forms)}
     scores: dict[VarianceForm, CandidateScore] = {}
     remaining, targets = list(forms), list[Tensor]()
     for part, unseen in held_out_parts(job):
-        tried = [*remaining, baseline]
-        tasks = [partial(fit_and_score, part, form, unseen) for form in tried]
-        for form, by_strength in zip(tried, run_parallel(tasks, parallel), strict=True):
-            for strength, log_p in by_strength.items():
+        for form in [*remaining, baseline]:
+            for strength, log_p in fit_and_score(part, form, unseen).items():
                 parts = [held_out[form][strength]] if strength in held_out[form] else []
                 held_out[form][strength] = torch.cat([*parts, log_p.float()])
         assert unseen.targets is not None

@@ -190,9 +190,11 @@ def fitted_weights(z: Tensor, shifts: Tensor, spreads: Tensor, prior: Tensor) ->
     fit = -0.5 * ((values[:, None] - shifts) / spreads).square() - spreads.log()
     possible = (torch.maximum(shifts.abs(), spreads) <= z.abs().max()) | (prior > 0)
     weights = zero_mean_weights(prior + prior.sum() / len(prior) * possible, shifts)
+    fit = fit.masked_fill(~possible, -math.inf)
+    density = (fit - fit.amax(-1, keepdim=True)).exp()  # in units of each row's largest
     for _ in range(EM_STEPS):
-        share = (weights.log() + fit).softmax(-1)
-        weights = zero_mean_weights(counts @ share + prior, shifts)
+        share = weights * ((counts / (density @ weights)) @ density)
+        weights = zero_mean_weights(share + prior, shifts)
     return weights
 
 

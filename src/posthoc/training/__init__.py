@@ -2,7 +2,6 @@
 
 from posthoc.training.checkpoint import Checkpoint
 from posthoc.training.distributed import Ranks
-from posthoc.training.loop import Block, History, Source, Training, train
-from posthoc.training.parallel import run_parallel, single_thread
+from posthoc.training.loop import Block, History, Source, Training, single_thread, train
 
-__all__ = ["Block", "Checkpoint", "History", "Ranks", "Source", "Training", "run_parallel", "single_thread", "train"]
+__all__ = ["Block", "Checkpoint", "History", "Ranks", "Source", "Training", "single_thread", "train"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -178,6 +179,19 @@ def train(
     finally:
         optimizer.release()
     return run.history
+
+
+@contextmanager
+def single_thread(wanted: bool = True) -> Iterator[None]:
+    """Lets PyTorch compute with one thread inside, if `wanted`: products of 100 x 100 matrices are too small to share."""
+    before = torch.get_num_threads()
+    if wanted:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if wanted:
+            torch.set_num_threads(before)
 
 
 class PlainSteps:
