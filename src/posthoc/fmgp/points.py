@@ -82,8 +82,8 @@ class Coordinates(nn.Module):
         """Raw coordinates in the kernel's units, float64."""
         standard = {}
         for space, block in blocks.items():
-            location, scale = self.get_buffer(f"{space}_location"), self.get_buffer(f"{space}_scale")
-            standard[space] = (block.to(self.device).double() - location) / scale
+            location, scale = getattr(self, f"{space}_location"), getattr(self, f"{space}_scale")
+            standard[space] = (block.to(location.device, torch.float64) - location) / scale
         return standard
 
     def points(self, outputs: Outputs) -> dict[str, Tensor]:

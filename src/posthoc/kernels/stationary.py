@@ -139,7 +139,7 @@ class _JointRBF(torch.autograd.Function):
 def log_correlation(x: Tensor, y: Tensor) -> Tensor:  # (N, M)
     """-½|x - y|² = x·y - ½|x|² - ½|y|². The products lose digits far from the origin, so one of the points should be
     the origin; distances do not depend on it."""
-    half_x, half_y = -0.5 * x.square().sum(-1), -0.5 * y.square().sum(-1)
+    half_x, half_y = -0.5 * torch.linalg.vecdot(x, x), -0.5 * torch.linalg.vecdot(y, y)
     return torch.addmm(half_x[:, None], x, y.mT).add_(half_y).clamp_max_(0.0)
 
 

@@ -183,7 +183,7 @@ def train(
 
 @contextmanager
 def single_thread(wanted: bool = True) -> Iterator[None]:
-    """Lets PyTorch compute with one thread inside, if `wanted`: products of 100 x 100 matrices are too small to share."""
+    """Lets PyTorch compute with one thread inside, if `wanted`, as suits products of small matrices."""
     before = torch.get_num_threads()
     if wanted:
         torch.set_num_threads(1)
