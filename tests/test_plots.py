@@ -1,12 +1,19 @@
 """Plots: what is drawn, into which axes, and what they refuse."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 
 from posthoc import MissingExtraError, OptionError, WrongTaskError, plots
+from posthoc.evaluate.plots import prediction_bands
+from posthoc.predictive.base import LatentGaussian
+from posthoc.predictive.regression import RegressionPredictive
 from tests.test_metrics import class_case, real_case
 
 
@@ -79,3 +86,21 @@ def test_what_cannot_be_drawn_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"posthoc\[plots\]"):
         plots.risk_coverage(pred, y)
+
+
+def test_the_legend_of_prediction_bands_names_what_is_drawn(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure) or Path(path).touch())
+    x = torch.linspace(-1.0, 1.0, 20)[:, None]
+    pred = RegressionPredictive(LatentGaussian(x.sin(), torch.full_like(x, 0.01)), torch.full_like(x, 0.02))
+    prediction_bands(tmp_path / "bands.png", x, [("one", pred)], (x, x))
+    axis = figures[0].axes[0]
+    handles = axis.get_legend().legend_handles
+    drawn = {text.get_text(): handle for text, handle in zip(axis.get_legend().get_texts(), handles, strict=True)}
+    assert isinstance(drawn["data"], Line2D)
+    assert drawn["data"].get_marker() == "."
+    assert isinstance(drawn["the network"], Line2D)
+    one, two = drawn["±1 standard deviation"], drawn["±2 standard deviations"]
+    assert isinstance(one, Rectangle)
+    assert isinstance(two, Rectangle)
+    assert one.get_facecolor()[-1] > two.get_facecolor()[-1]

@@ -261,7 +261,12 @@ def test_a_history_has_a_short_repr() -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_the_number_of_threads_is_put_back_after_an_error(error: type[BaseException], monkeypatch: Any) -> None:
     before, seen = torch.get_num_threads(), []
-    monkeypatch.setattr("posthoc.fmgp.build.train", lambda *_, **__: seen.append(torch.get_num_threads()) or 1 / 0)
+
+    def fail(*_: Any, **__: Any) -> None:
+        seen.append(torch.get_num_threads())
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("posthoc.fmgp.build.train", fail)
     torch.set_num_threads(2)
     try:
         with pytest.raises(error), single_thread():

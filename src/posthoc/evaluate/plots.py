@@ -177,10 +177,11 @@ def prediction_bands(
     for ax, (title, pred) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
         mean, std = pred.mean.squeeze(-1).cpu(), pred.std.squeeze(-1).cpu()
         draw_band(ax, {"x": across, "mean": mean, "low": mean - 2 * std, "high": mean + 2 * std, "points": points})
-        ax.fill_between(across, mean - std, mean + std, color=BAND, alpha=0.28, linewidth=0)
+        inner = ax.fill_between(across, mean - std, mean + std, color=BAND, alpha=0.45, linewidth=0)
         ax.set_title(title, loc="left", fontsize=11)
-    labels = ["data", "the network", "±2 standard deviations", "±1 standard deviation"]
-    ax.legend(labels, frameon=False, fontsize=8, loc="lower right")
+    names = {ax.lines[0]: "data", ax.lines[1]: "the network", inner: "±1 standard deviation"}
+    names[ax.collections[0]] = "±2 standard deviations"
+    ax.legend([*names], [*names.values()], frameon=False, fontsize=8, loc="lower right")
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png")
 
