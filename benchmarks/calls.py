@@ -57,17 +57,17 @@ class Call:
         """The same with torch's own Adam, one batch at a time: what any faster way must agree with."""
         self._restart()
         schedule = replace(self.training, steps=steps)
-        learnt = [p for p in self.parameters if p.requires_grad]
-        optimiser = torch.optim.Adam(learnt, foreach=False)
+        learned = [p for p in self.parameters if p.requires_grad]
+        optimizer = torch.optim.Adam(learned, foreach=False)
         losses = []
         for step in range(steps):
-            optimiser.param_groups[0]["lr"] = schedule.lr_at(step)
-            optimiser.zero_grad()
+            optimizer.param_groups[0]["lr"] = schedule.lr_at(step)
+            optimizer.zero_grad()
             loss = self.objective(self.source.block(step, 1).map(lambda t: t[0]))
             loss.backward()
-            optimiser.step()
+            optimizer.step()
             losses.append(float(loss.detach()))
-        for p in learnt:
+        for p in learned:
             p.grad = None
         return self._taken(losses)
 

@@ -43,7 +43,7 @@ def logit_scaling(mean: Tensor, v: Tensor, tau: float) -> Tensor:
 
 
 def mean_field(mean: Tensor, v: Tensor, tau: float) -> Tensor:
-    """Every pair of classes by its own difference (Lu, Ie and Sha, 2020), normalised."""
+    """Every pair of classes by its own difference (Lu, Ie and Sha, 2020), normalized."""
     d = diagonal(v)
     apart = d[:, :, None] + d[:, None, :] - 2.0 * v
     ratio = (mean[:, None, :] - mean[:, :, None]) / (tau**2 + math.pi / 8 * apart).sqrt()

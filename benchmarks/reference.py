@@ -106,15 +106,15 @@ def loader(rows: tuple[Tensor, ...], batch: int) -> DataLoader[Any]:
 
 def train_reference(model: DenseFMGP, look: Look, batches: Iterator[Any], steps: int, lr: float = 1e-3) -> None:
     """Adam, without a schedule; every batch is moved, and the network run on it."""
-    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
     for _ in range(steps):
         *x, y = (column.to(model.z.device) for column in next(batches))
         with torch.no_grad():
             mean, coordinates = look(*x)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss = model.loss(mean, coordinates, y)
         loss.backward()
-        optimiser.step()
+        optimizer.step()
 
 
 def endless(data: Iterable[Any]) -> Iterator[Any]:

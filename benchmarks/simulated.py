@@ -48,18 +48,18 @@ class Simulated:
 
     def chunks(self, first: int = 0) -> Iterator[Outputs]:
         """Some rows at a time, from the first of a chunk on."""
-        centres = normal(self.classes, self.features, seed=0)
+        centers = normal(self.classes, self.features, seed=0)
         for start in range(first, self.rows, CHUNK):
-            some = self._chunk(start, centres)[: self.rows - start]
+            some = self._chunk(start, centers)[: self.rows - start]
             yield some
 
-    def _chunk(self, start: int, centres: Tensor) -> Outputs:
+    def _chunk(self, start: int, centers: Tensor) -> Outputs:
         g = torch.Generator().manual_seed(1 + start)
         dtype: torch.dtype = getattr(torch, self.dtype)
         said = torch.randint(self.classes, (CHUNK,), generator=g)
         right = torch.rand(CHUNK, generator=g) < RIGHT
         truth = torch.where(right, said, torch.randint(self.classes, (CHUNK,), generator=g))
-        features = torch.randn(CHUNK, self.features, generator=g).add_(centres[said])
+        features = torch.randn(CHUNK, self.features, generator=g).add_(centers[said])
         logits = torch.randn(CHUNK, self.classes, generator=g)
         logits[torch.arange(CHUNK), said] += MARGIN
         return Outputs.trusted(outputs=logits.to(dtype), targets=truth, features=features.to(dtype))

@@ -149,11 +149,11 @@ def agree(task: Task, method: FMGP) -> None:
     head, outputs = method.head, task.outputs()
     assert head is not None
     assert outputs.targets is not None
-    learnt = [p for p in head.parameters() if p.requires_grad]
-    before = [p.detach().clone() for p in learnt]
+    learned = [p for p in head.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in learned]
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for p in learnt:
+        for p in learned:
             size = 0.005 if p is head.process.l_raw else 0.05  # far from the start, an explicit Ã⁻¹ has few digits
             p.add_(size * torch.randn(p.shape, generator=g, dtype=p.dtype).to(p.device))
         rows = torch.arange(BATCH, device=outputs.outputs.device)
@@ -169,7 +169,7 @@ def agree(task: Task, method: FMGP) -> None:
         )
         ours = head.process(batch.points)[0].covariance()
         torch.testing.assert_close(reference(coordinates)[0], ours, rtol=1e-8, atol=1e-10)
-        for p, kept in zip(learnt, before, strict=True):
+        for p, kept in zip(learned, before, strict=True):
             p.copy_(kept)
 
 

@@ -151,10 +151,10 @@ def train_network(
             bound = 1.0 / math.sqrt(layer.in_features)
             nn.init.uniform_(layer.weight, -bound, bound, generator=g)
             nn.init.zeros_(layer.bias)
-    optimiser = torch.optim.Adam(network.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
     for _ in range(epochs):
         for rows in torch.randperm(len(x), generator=g).split(128):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss(network(x[rows]), y[rows]).backward()
-            optimiser.step()
+            optimizer.step()
     network.requires_grad_(False).eval()

@@ -90,7 +90,7 @@ def in_eval(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def numbers(method: Any) -> dict[str, Tensor]:
-    """All that was learnt."""
+    """All that was learned."""
     return {name: tensor.clone() for name, tensor in method.head.state_dict().items()}
 
 

@@ -15,7 +15,7 @@ from tests.cases import seeded
 
 
 def ramp(n: int = 64, size: int = 16) -> torch.Tensor:
-    """Images whose two channels say where a pixel is: across and down, from -1 to 1 at the centres of the pixels."""
+    """Images whose two channels say where a pixel is: across and down, from -1 to 1 at the centers of the pixels."""
     at = (2.0 * torch.arange(size) + 1.0) / size - 1.0
     return torch.stack(torch.meshgrid(at, at, indexing="xy")).expand(n, 2, size, size).clone()
 

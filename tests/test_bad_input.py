@@ -348,7 +348,8 @@ def test_alpha_other_than_one_is_refused_where_the_training_form_ignores_it(alph
         ({"kernel": "rbf"}, "posthoc or GPyTorch kernel, got str"),
         ({"ood_strength": 1.0}, "ood_strength is an option for classification and does nothing for regression"),
         ({"outputs_are": "probs"}, "outputs_are is an option for classification, got 'probs' for a regression"),
-        ({"variance": "shared", "output_rank": 2}, 'output_rank is the rank of B, which variance="shared" does not'),
+        ({"variance": "per_output", "kl": "once"}, 'kl does nothing for variance="per_output": leave it out'),
+        ({"variance": "shared", "output_rank": 2}, 'output_rank does nothing for variance="shared"'),
     ],
 )
 def test_options_that_make_no_sense_are_refused_at_once(options: dict[str, Any], message: str) -> None:
@@ -358,7 +359,7 @@ def test_options_that_make_no_sense_are_refused_at_once(options: dict[str, Any],
 
 NUM_DATA = "num_data to be an integer of at least 1, got"
 NO_LIKELIHOOD = (
-    r'Expected likelihood="regression" or "classification" \(or an object, Gaussian\(\) or Categorical\(\)\), '
+    r'Expected the likelihood "regression" or "classification" \(or an object, Gaussian\(\) or Categorical\(\)\), '
 )
 NO_LIKELIHOODS = (None, 3, nn.CrossEntropyLoss(), Gaussian, ["regression"], {"type": ["gaussian"]}, {"noise": "shared"})
 
@@ -477,3 +478,25 @@ def test_fit_that_fails_in_training_leaves_an_earlier_one_as_it_was(monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         method.fit((inputs(seed=9), values(seed=10)))
     assert same(answers(method.predict(inputs())), before)
+
+
+def test_targets_belong_beside_inputs_that_are_arrays() -> None:
+    x, y = torch.randn(30, WIDTH), torch.randn(30, 1)
+    loader = DataLoader(TensorDataset(x, y))
+    method = FMGP(nn.Linear(WIDTH, 1), "regression", **QUICK)
+    for data, targets, message in [
+        (loader, loader, r"targets as an array beside the inputs, got a DataLoader: validation data are val="),
+        (loader, y, "targets inside the DataLoader, got them beside it"),
+        ((x, y), y, "targets inside the tuple, got them beside it"),
+        ("c.npz", y, "targets inside the str, got them beside it"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            method.fit(data, targets)
+
+
+def test_a_single_point_is_met_with_advice() -> None:
+    x, y = torch.randn(30, WIDTH), torch.randn(30, 1)
+    for model, targets in ((nn.Linear(WIDTH, 1), y), (lambda x: x.sum(-1), y[:, 0])):
+        method = FMGP(model, "regression", **QUICK).fit(x, targets)
+        with pytest.raises(DataError, match=r"a single point must be a batch of one, x\[None\]"):
+            method.predict(x[0])

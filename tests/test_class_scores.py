@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from posthoc import DataError, Outputs, PosthocWarning
+from posthoc import DataError, Outputs, PosthocWarning, Temperature
 from posthoc.collect.class_scores import Rounding, as_logits, find_rounding
 from posthoc.methods import REGISTRY, load
 
@@ -101,7 +101,7 @@ def test_floating_point_numbers_are_not_taken_for_rounded_ones(dtype: torch.dtyp
     assert find_rounding(p, "probs").unit == find_rounding(p.double(), "probs").unit == 0.0
 
 
-@pytest.mark.filterwarnings("ignore:.*probabilities are 0")
+@pytest.mark.filterwarnings("ignore:.*probabilities are")
 def test_rows_may_sum_to_one_within_their_rounding() -> None:
     many = torch.randn(50, 200, generator=torch.Generator().manual_seed(0)).double().softmax(1)
     for p in (rounded(2)[0], rounded(1)[0], many.round(decimals=2)):
@@ -115,6 +115,41 @@ def test_rows_may_sum_to_one_within_their_rounding() -> None:
     p = rounded(2)[0]
     with pytest.raises(DataError, match=r"sum to 1 in every row, got 2\.15 in row 4000.*several labels a row"):
         as_logits(torch.cat([p, torch.tensor([[1.0, 1.0, 0.15] + 7 * [0.0]])]), "probs")
+
+
+def test_zeros_beside_the_smallest_numbers_are_taken_as_what_calibrates_best() -> None:
+    """Naive Bayes gives probabilities down to the smallest number there is, which no temperature can mend."""
+    rng = torch.Generator().manual_seed(0)
+    z = 4.0 * torch.randn(300, 3, generator=rng, dtype=torch.float64)
+    y = z.softmax(1).multinomial(1, generator=rng)[:, 0]
+    p = torch.where(torch.arange(300)[:, None] % 6 == 0, 80.0 * z, z).softmax(1)
+    assert bool((p == 0.0).any())
+    assert float(p[p > 0.0].min()) < 1e-200
+    with pytest.warns(PosthocWarning, match=r"probabilities are 0 and are taken as 2\.22e-16 \(like smaller ones\)"):
+        ours = Temperature(outputs_are="probs").fit(Outputs(p, y))
+    best = Temperature().fit(Outputs(p.clamp_min(2.2e-16).log(), y)).predict(Outputs(p.clamp_min(2.2e-16).log()))
+    torch.testing.assert_close(ours.predict(Outputs(p)).probs, best.probs, atol=0.01, rtol=0.01)
+    # A softmax in float32 underflows beside values that are calibrated: zeros are a little smaller than these.
+    z = 60.0 * torch.randn(300, 3, generator=rng)
+    with pytest.warns(PosthocWarning, match=r"taken as 1\.18e-38"):
+        Temperature(outputs_are="probs").fit(
+            Outputs(z.softmax(1), (z / 12.0).softmax(1).multinomial(1, generator=rng)[:, 0])
+        )
+
+
+def test_predictions_that_are_rounded_more_than_the_fit_are_noticed() -> None:
+    z = logits(300, 4)
+    p, y = z.double().softmax(1), torch.arange(300) % 4
+    method = Temperature(outputs_are="probs").fit(Outputs(p, y))
+    with pytest.warns(PosthocWarning, match=r"rounded to 0\.01 and those of the fit were not: a 0 is taken as"):
+        method.predict(Outputs(p.round(decimals=2)))
+
+
+@pytest.mark.filterwarnings("ignore:.*probabilities are 0")
+def test_probabilities_in_half_precision_may_be_rounded_too() -> None:
+    p = rounded(2)[0].double()
+    assert find_rounding(p.half(), "probs").unit == 0.01
+    assert as_logits(p.half(), "probs").shape == p.shape
 
 
 def test_unlikely_logarithms_stay_as_they_are() -> None:

@@ -239,6 +239,8 @@ def test_tables_for_the_screen_for_a_page_and_for_a_program():
     assert all(words in str(found) for words in ("0.2212¹", "0.2815²", "¹ best, ² second best"))
     assert "OOD" not in str(found)  # there is no such figure
     assert repr(found) == "Comparison(classification; map, fmgp; 1 without figures)"
+    assert repr(found["map"]).startswith("Row(map: nll=")
+    assert all(len(repr(row)) < 300 for row in found.rows)
     assert "<td>0.2815 ± 0.0012</td>" in found._repr_html_()
     four_digits = [digits(value) for value in (0.00212045, 4.5, 45678.9, 1.23456e9)]
     assert four_digits == ["0.002120", "4.500", "45,679", "1.235e+09"]

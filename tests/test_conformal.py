@@ -176,10 +176,10 @@ def test_sets_grow_with_the_level_and_hold_the_predicted_class(seed, score, n, c
     st.floats(-1e3, 1e3, width=32),
     st.sampled_from([0.05, 0.3, 0.5, 0.9, 0.95]),
 )
-def test_points_on_the_edge_are_inside_whatever_is_rounded(steps, unit, dtype, centre, level):
+def test_points_on_the_edge_are_inside_whatever_is_rounded(steps, unit, dtype, center, level):
     """Of the calibration points themselves at least as many as the rank are inside; ties all lie on the edge."""
-    y = centre + unit * torch.tensor(steps, dtype=dtype)
-    pred = gaussian(torch.full_like(y, centre), torch.tensor(unit / 3.0, dtype=dtype))
+    y = center + unit * torch.tensor(steps, dtype=dtype)
+    pred = gaussian(torch.full_like(y, center), torch.tensor(unit / 3.0, dtype=dtype))
     found = answers(pred, y, pred)
     lower, upper = found.interval(level)
     assert lower.dtype == upper.dtype == dtype
@@ -188,7 +188,7 @@ def test_points_on_the_edge_are_inside_whatever_is_rounded(steps, unit, dtype, c
     limit = slow_rank(score.tolist(), level)
     assert inside[score <= limit].all()
     assert torch.equal(found.covers(y, level), inside)
-    step = (math.nextafter(1.0, 2.0) - 1.0 if dtype is DOUBLE else 2.0**-23) * (abs(centre) + 20.0 * unit)
+    step = (math.nextafter(1.0, 2.0) - 1.0 if dtype is DOUBLE else 2.0**-23) * (abs(center) + 20.0 * unit)
     assert not inside[score > limit + 2.0 * step].any()
 
 

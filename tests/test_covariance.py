@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posthoc.errors import NotPSDError, PosthocWarning
-from posthoc.fmgp.output_covariance import covariance_across, marginal_variance
+from posthoc.fmgp.output_covariance import marginal_variance
 from posthoc.fmgp.process import correction
 from posthoc.numerics import cholesky
 from tests import oracles
@@ -109,10 +109,6 @@ def test_the_family_is_in_float64_whatever_its_tensors_are(dtype):
     variance = marginal_variance(k_diag, k_xz, found.w)
     assert torch.equal(variance, marginal_variance(k_diag.double(), k_xz.double(), expected.w))
     assert torch.autograd.grad(variance.sum(), k_xz)[0].dtype == dtype
-    b, taken = torch.eye(3, dtype=dtype) + 0.5, torch.ones(3, 7, 5, dtype=dtype) / 3.0
-    covariance = covariance_across(b, k_diag, taken)
-    assert torch.equal(covariance, covariance_across(b.double(), k_diag.double(), taken.double()))
-    assert covariance_across(b, k_diag.double(), taken).dtype == DOUBLE
 
 
 def test_jitter_grows_with_a_warning_then_the_matrix_is_refused():

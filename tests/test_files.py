@@ -391,13 +391,16 @@ def test_identity_is_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_nan_in_a_mapped_folder_is_refused_when_fitted_on(tmp_path: Path) -> None:
-    save_outputs(Outputs(torch.randn(600, 3), torch.arange(600).remainder(3), torch.randn(600, 2)), tmp_path / "data")
-    features = np.load(tmp_path / "data" / "features.npy", mmap_mode="r+")
-    features[411, 1] = np.nan
+def test_nan_in_a_mapped_folder_is_refused_when_fitted_on_and_predicted(tmp_path: Path) -> None:
+    n, folder = 3000, tmp_path / "data"
+    save_outputs(Outputs(torch.randn(n, 3), torch.arange(n).remainder(3), torch.randn(n, 2)), folder)
+    features = np.load(folder / "features.npy", mmap_mode="r+")
+    features[2411, 1] = np.nan
     features.flush()
-    with pytest.raises(DataError, match="Expected finite features, got nan in row 411"):
-        FMGP(None, "classification", **QUICK).fit(tmp_path / "data")
+    shared = FMGP(None, "classification", variance="shared", **QUICK).fit(open_outputs(folder)[:400])
+    for refused in (FMGP(None, "classification", **QUICK).fit, shared.predict):
+        with pytest.raises(DataError, match="Expected finite features, got nan in row 2411"):
+            refused(folder)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")

@@ -7,7 +7,7 @@ is meant to move numbers records them anew, and its commit says why:
     python -m tests.test_golden --record            # all cases
     python -m tests.test_golden --record NAME...    # some of them
 
-A change of the API is followed in `answers`, `learnt` and the table of cases, not in the recorded files.
+A change of the API is followed in `answers`, `learned` and the table of cases, not in the recorded files.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def conformal_answers(pred: Any, y: Any) -> Numbers:
     return numpy(found)
 
 
-def learnt(method: Any) -> Numbers:
+def learned(method: Any) -> Numbers:
     """The parameters of a fitted FMGP."""
     return numpy({f"step/{name}": p.detach() for name, p in method.head.named_parameters()})
 
@@ -254,7 +254,7 @@ def found(case: Case) -> Numbers:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a few rows and steps are worth some warnings
         method = case.fit(data, **({"steps": case.steps} if case.steps else {}))
-        after_one_step = learnt(case.fit(data, steps=1)) if case.steps else {}
+        after_one_step = learned(case.fit(data, steps=1)) if case.steps else {}
         return answers(case.predict(method, data), data.test.targets) | after_one_step
 
 

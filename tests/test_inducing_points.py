@@ -33,11 +33,11 @@ def seeded(seed=0):
 
 
 def test_kmeans_finds_separate_clusters():
-    centres = torch.cartesian_prod(*torch.tensor([[0.0, 10.0]] * 2, dtype=torch.float64))
+    centers = torch.cartesian_prod(*torch.tensor([[0.0, 10.0]] * 2, dtype=torch.float64))
     noise = torch.randn(800, 2, dtype=torch.float64, generator=seeded())
-    x = (centres.repeat_interleave(200, 0) + 0.5 * noise)[torch.randperm(800, generator=seeded(1))]
+    x = (centers.repeat_interleave(200, 0) + 0.5 * noise)[torch.randperm(800, generator=seeded(1))]
     found = kmeans(Rows(features=x), 4, seeded())["features"]
-    assert torch.cdist(centres, found).amin(1).max() < 0.2
+    assert torch.cdist(centers, found).amin(1).max() < 0.2
 
 
 def test_kmeans_spreads_less_than_random_rows():

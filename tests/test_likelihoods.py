@@ -7,8 +7,21 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate, stats  # type: ignore[import-untyped]
+from typer.testing import CliRunner
 
-from posthoc import FMGP, MAP, Categorical, DataError, Gaussian, OptionError, Outputs, compare
+from posthoc import (
+    FMGP,
+    MAP,
+    Categorical,
+    DataError,
+    Gaussian,
+    OptionError,
+    Outputs,
+    WrongTaskError,
+    compare,
+    save_outputs,
+)
+from posthoc.cli.app import app
 from posthoc.evaluate.evaluate import evaluate
 from posthoc.fmgp.output_covariance import Widened
 from posthoc.likelihoods.gaussian import gaussian_energy
@@ -311,3 +324,14 @@ def test_names_are_those_of_the_registry():
     assert LIKELIHOODS.group == "posthoc.likelihoods"
     with pytest.raises(OptionError, match="registered names are bernoulli, categorical"):
         make_likelihood("ranks")
+
+
+def test_the_command_line_takes_registered_tasks(tmp_path):
+    save_outputs(counts(60), tmp_path / "counts.npz")
+    options = ["--task", "poisson", "--set", "steps=3", "--set", "num_inducing=5", "-o", str(tmp_path / "head")]
+    result = CliRunner().invoke(app, ["fit", str(tmp_path / "counts.npz"), *options], catch_exceptions=False)
+    assert result.exit_code == 0
+    pred = FMGP.load(tmp_path / "head").predict(counts(60))
+    assert isinstance(pred, PoissonPredictive)
+    with pytest.raises(WrongTaskError, match="of classes or of a regression, got a PoissonPredictive"):
+        pred.plot()

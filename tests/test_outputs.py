@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pandas
 import pytest
 import torch
 
-from posthoc import MAP, DataError, Outputs
+from posthoc import FMGP, MAP, DataError, Outputs
 from posthoc.collect.outputs import join
 
 
@@ -49,3 +52,47 @@ def test_parts_have_columns() -> None:
     for part in ("outputs", "features"):
         with pytest.raises(DataError, match=rf"at least one column of {part}, got shape \(20, 0\)"):
             Outputs(**{"outputs": torch.zeros(20, 2), part: torch.zeros(20, 0)})
+
+
+def test_rows_are_taken_by_one_index() -> None:
+    outputs = Outputs(torch.arange(6.0)[:, None], torch.arange(6))
+    for rows, kept in ROWS:
+        assert outputs[rows].outputs[:, 0].tolist() == kept
+    for wrong in ((slice(2), 0), (0, 1), None, ..., "a", 0.5, [0.5], np.zeros((2, 2), int)):
+        with pytest.raises(IndexError, match="Expected rows by number, slice, list or mask, got"):
+            outputs[wrong]
+    assert np.asarray(Outputs(torch.ones(2, 1, dtype=torch.bfloat16))).tolist() == [[1.0], [1.0]]
+
+
+ROWS: list[tuple[Any, list[int]]] = [
+    (np.int64(-1), [5]),
+    (slice(None, None, -1), [5, 4, 3, 2, 1, 0]),
+    ([4, 0], [4, 0]),
+    ([], []),
+    ([False, True, False, False, False, False], [1]),
+    (np.array([2, 2]), [2, 2]),
+]
+
+
+def test_names_of_features_and_inputs_are_compared_with_those_of_the_fit(tmp_path: Path) -> None:
+    frame = pandas.DataFrame(np.random.default_rng(0).normal(size=(60, 3)), columns=list("abc"))
+    data = Outputs(torch.zeros(60, 1), torch.randn(60, 1), features=frame)
+    assert data[:5].feature_columns == join([data, data]).only("features").feature_columns == ("a", "b", "c")
+    method = FMGP(None, "regression", steps=3, num_inducing=5).fit(data)
+    method.save(tmp_path / "head.st")
+    swapped = Outputs(torch.zeros(60, 1), features=frame[["c", "b", "a"]])
+    for fitted in (method, FMGP.load(tmp_path / "head.st")):
+        assert len(fitted.predict(Outputs(torch.zeros(2, 1), features=frame.to_numpy()[:2]))) == 2
+        with pytest.raises(DataError, match=r"features in the order of the fit, got c, b, a: .*--features a,b,c"):
+            fitted.predict(swapped)
+        with pytest.raises(DataError, match="features from the columns of the fit, a, b, c, got a, b, z"):
+            fitted.predict(Outputs(torch.zeros(60, 1), features=frame.set_axis(list("abz"), axis=1)))
+    assert len(MAP(None, "regression").fit(data).predict(swapped)) == 60  # which reads no features
+
+
+def test_names_of_the_columns_a_network_reads_are_compared_too() -> None:
+    frame = pandas.DataFrame(np.ones((20, 2), np.float32), columns=["b", "a"])
+    method = MAP(torch.nn.Linear(2, 1), "regression").fit(frame, np.arange(20.0)[:, None])
+    assert len(method.predict(frame)) == len(method.predict(frame.to_numpy())) == 20
+    with pytest.raises(DataError, match="inputs in the order of the fit, got a, b"):
+        method.predict(frame[["a", "b"]])

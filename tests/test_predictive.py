@@ -116,7 +116,7 @@ REFUSED = [
     (classification, lambda p: p.sample(0), OptionError, "number of draws"),
     (classification, lambda p: p.log_prob(["cat"] * 6), DataError, "targets to be numbers"),
     (regression, lambda p: p.probs, WrongTaskError, "A RegressionPredictive has no probs: that is for classification"),
-    (regression, lambda p: p.colour, AttributeError, "no attribute 'colour'"),
+    (regression, lambda p: p.color, AttributeError, "no attribute 'color'"),
     (regression, lambda p: require_finite_prediction(replace(p, noise=p.noise / 0)), DataError, "finite predictions"),
     (regression, lambda p: p[6], IndexError, "row from 0 to 5"),
     (regression, lambda p: p[-7], IndexError, "row from 0 to 5"),

@@ -92,6 +92,11 @@ def test_columns_with_our_names_need_not_be_named(kind: str, tmp_path: Path) -> 
     numbered = {f"outputs_{i}": [float(i)] for i in (0, 10, 9, 2, 1, 3, 4, 5, 6, 7, 8)}
     opened = open_outputs(table(kind, tmp_path, {**numbered, "outputs_x": [5.0], "targets": [3]}))
     assert opened.outputs.tolist() == [[float(i) for i in range(11)]]
+    path = table(kind, tmp_path, {"a": [0.5], "outputs_0": [1.5], "outputs_1": [2.5], "targets": [1]})
+    named = open_outputs(path, columns={"features": ["a"]})  # the others have our names
+    assert parts(named)["outputs"] == (torch.float64, [[1.5, 2.5]])
+    assert parts(named)["targets"] == (torch.int64, [1])
+    assert (named.columns, named.feature_columns) == (None, ("a",))
 
 
 def test_whole_numbers_are_classes_only_among_the_targets(path: Path) -> None:

@@ -74,8 +74,8 @@ def test_a_temperature_that_is_not_learnt_is_that_of_logits_as_they_come():
     train = classified()
     fixed = FMGP(None, Categorical(temperature=1.5), variance="separable", **QUICK).fit(train).likelihood
     assert (float(fixed.unit), fixed.temperature.item()) == (1.0, pytest.approx(1.5))
-    learnt = FMGP(None, "classification", variance="separable", **QUICK).fit(train)
-    assert float(learnt.likelihood.unit) == pytest.approx(suitable_temperature(train.outputs, train.targets))
+    learned = FMGP(None, "classification", variance="separable", **QUICK).fit(train)
+    assert float(learned.likelihood.unit) == pytest.approx(suitable_temperature(train.outputs, train.targets))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

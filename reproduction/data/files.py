@@ -17,7 +17,7 @@ import numpy as np
 import pooch
 import requests
 
-from posthoc.errors import FileError, UnavailableError
+from posthoc.errors import FileError
 
 __all__ = ["DataFolder", "RemoteFile", "StandIn", "cache_folder", "fetch", "read_arrays", "read_members"]
 
@@ -25,6 +25,10 @@ RETRIES = 2
 """Further attempts after a download that failed."""
 BROKEN = (EOFError, OSError, ValueError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
 """What reading a damaged file raises."""
+
+
+class UnavailableError(FileError):
+    """Data or the weights of a network are not on this machine and cannot be downloaded."""
 
 
 @dataclass(frozen=True)

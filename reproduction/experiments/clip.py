@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from posthoc import MAP, Temperature
 from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs
-from posthoc.errors import PosthocError, UnavailableError
+from posthoc.errors import PosthocError
 from posthoc.fmgp import FMGP
 from posthoc.integrations.pretrained import image_transform, require_all_loaded
 from posthoc.integrations.transforms import Collate
 from posthoc.optional import require
 from reproduction.data import Dataset, cifar10, cifar100
-from reproduction.data.files import DataFolder
+from reproduction.data.files import DataFolder, UnavailableError
 from reproduction.experiments.experiment import Experiment, Request
 from reproduction.experiments.variants import (
     PAPER_LIKELIHOOD,

@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from posthoc.errors import FileError, OptionError, PosthocError, PosthocWarning, UnavailableError
+from posthoc.errors import FileError, OptionError, PosthocError, PosthocWarning
 from posthoc.evaluate.cost import machine, versions
 from posthoc.io import atomic_path, require_folder
+from reproduction.data.files import UnavailableError
 from reproduction.tables import write_tables
 
 __all__ = ["Experiment", "Request", "Run", "load_or_run"]

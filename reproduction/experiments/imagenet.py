@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from posthoc import ELLA, MAP, MFVI, Temperature
-from posthoc.errors import DataError, PosthocError, UnavailableError
+from posthoc.errors import DataError, PosthocError
 from posthoc.fmgp import FMGP
 from posthoc.integrations.datasets import ImageFolder
 from posthoc.integrations.models import Plan, Predictor, open_predictor
 from posthoc.integrations.transforms import Collate
-from reproduction.data.files import DataFolder
+from reproduction.data.files import DataFolder, UnavailableError
 from reproduction.experiments.cifar10 import FINE_TUNING
 from reproduction.experiments.clip import PAPER_FMGP
 from reproduction.experiments.experiment import Experiment, Request

@@ -38,9 +38,9 @@ MAX_LINEARIZED_ROWS = 50_000
 PAPER_FMGP = {"kernel": {"type": "rbf", "on": "inputs"}, "residuals": "gaussian", "inducing": "kmeans", "steps": 2000}
 """The paper's FMGP for regression: a squared exponential kernel over the inputs."""
 FITTED_ON = {
-    "train": "rows that the network learnt from",
+    "train": "rows that the network learned from",
     "val": "validation rows",
-    "train, val": "rows that the network learnt from, and validation rows to choose by",
+    "train, val": "rows that the network learned from, and validation rows to choose by",
 }
 VARIANTS = {
     "map": Variant("MAP", MAP, on="val"),

@@ -20,14 +20,14 @@ from posthoc.collect.fingerprint import fingerprint
 from posthoc.collect.network import Backbone
 from posthoc.collect.outputs import Outputs
 from posthoc.collect.to_folder import collect_to_folder
-from posthoc.errors import FileError, UnavailableError
+from posthoc.errors import FileError
 from posthoc.evaluate.cost import synchronize, versions
 from posthoc.evaluate.evaluate import Evaluation, score
 from posthoc.io import atomic_path, require_folder
 from posthoc.kernels.registry import kernel_from_spec
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
-from reproduction.data.files import DataFolder, cache_folder
+from reproduction.data.files import DataFolder, UnavailableError, cache_folder
 from reproduction.experiments.experiment import Request
 
 __all__ = [

@@ -81,8 +81,8 @@ def test_cifar100_from_its_archive_and_from_its_files(small, tmp_path):
             assert data.source == f"CIFAR-100, {part}"
             # Red, then green, then blue, each row by row.
             raw = records(rows)[:, 2:]
-            for row, colour, y, x in [(0, 0, 0, 0), (1, 0, 2, 5), (2, 2, 31, 30)]:
-                assert data.inputs[row, colour, y, x] == raw[row, colour * 1024 + y * 32 + x]
+            for row, color, y, x in [(0, 0, 0, 0), (1, 0, 2, 5), (2, 2, 31, 30)]:
+                assert data.inputs[row, color, y, x] == raw[row, color * 1024 + y * 32 + x]
 
 
 def test_cifar100_that_is_not_whole_is_refused(small, tmp_path):

@@ -52,7 +52,7 @@ def icy(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def images():
-    """Twelve images somewhat like photographs: slow waves of colour, and things with edges before them."""
+    """Twelve images somewhat like photographs: slow waves of color, and things with edges before them."""
     generator = np.random.default_rng(1)
     rows, columns = np.mgrid[:32, :32] / 32.0
     result = []
@@ -70,8 +70,8 @@ def keep(path, pixels):
     Image.fromarray(pixels).save(path, **({"quality": 100} if path.suffix == ".jpg" else {}))
 
 
-def plain(colour, n=4):
-    return torch.tensor(colour, dtype=torch.uint8).expand(n, 32, 32, 3).permute(0, 3, 1, 2).contiguous()
+def plain(color, n=4):
+    return torch.tensor(color, dtype=torch.uint8).expand(n, 32, 32, 3).permute(0, 3, 1, 2).contiguous()
 
 
 def change(images, kind, severity, **options):
@@ -129,29 +129,29 @@ def test_gaussian_noise_has_its_spread(severity, spread):
     noise = corrupted(plain((128, 128, 128), 40), "gaussian_noise", severity).double() - 128
     assert noise.mean() == pytest.approx(-0.5, abs=0.3)  # cut off, not rounded
     assert noise.std() == pytest.approx(255 * spread, rel=0.01)
-    assert noise.transpose(0, 1).flatten(1).corrcoef()[0, 1].abs() < 0.03  # each colour has its own
+    assert noise.transpose(0, 1).flatten(1).corrcoef()[0, 1].abs() < 0.03  # each color has its own
 
 
 @pytest.mark.parametrize(("severity", "photons"), [(1, 500), (3, 100), (5, 50)])
 def test_shot_noise_is_of_so_many_photons(severity, photons):
     images = plain((25, 100, 180), 40)
     noise = corrupted(images, "shot_noise", severity).double() - images
-    for colour, value in enumerate((25, 100, 180)):
-        assert noise[:, colour].std() == pytest.approx(255 * math.sqrt(value / 255 / photons), rel=0.05)
-        assert noise[:, colour].mean() == pytest.approx(-0.5, abs=0.5)
+    for color, value in enumerate((25, 100, 180)):
+        assert noise[:, color].std() == pytest.approx(255 * math.sqrt(value / 255 / photons), rel=0.05)
+        assert noise[:, color].mean() == pytest.approx(-0.5, abs=0.5)
     assert torch.equal(corrupted(plain((0, 0, 0)), "shot_noise", severity), plain((0, 0, 0)))
 
 
 @pytest.mark.parametrize(("severity", "share"), [(1, 0.01), (4, 0.05), (5, 0.07)])
 def test_impulse_noise_is_white_or_black(severity, share):
     result = corrupted(plain((100, 120, 140), 40), "impulse_noise", severity)
-    for colour, value in enumerate((100, 120, 140)):
-        one = result[:, colour].double()
+    for color, value in enumerate((100, 120, 140)):
+        one = result[:, color].double()
         assert set(one.unique().tolist()) == {0.0, float(value), 255.0}
         assert (one == 255).double().mean() == pytest.approx(share / 2, rel=0.2)
         assert (one == 0).double().mean() == pytest.approx(share / 2, rel=0.2)
     broken = result != plain((100, 120, 140), 40)
-    assert (broken[:, 0] & broken[:, 1]).double().mean() < 2 * share**2 + 1e-4  # each colour for itself
+    assert (broken[:, 0] & broken[:, 1]).double().mean() < 2 * share**2 + 1e-4  # each color for itself
 
 
 # Blur
@@ -263,10 +263,10 @@ def test_snow_falls_from_both_sides_and_whitens(severity):
     assert torch.equal(result[:, 0], result[:, 2])
     assert result.min() == ground
     assert result.max() > 2 * ground + 20
-    grey = 0.299 * 100 + 0.587 * 50 + 0.114 * 200
+    gray = 0.299 * 100 + 0.587 * 50 + 0.114 * 200
     bright = corrupted(plain((100, 50, 200), 20), "snow", severity).flatten(2).amin((0, 2))
     for value, found in zip((100, 50, 200), bright.tolist(), strict=True):
-        assert found == math.floor(kept * value + (1 - kept) * max(value, 1.5 * grey + 127.5) + 1e-6)
+        assert found == math.floor(kept * value + (1 - kept) * max(value, 1.5 * gray + 127.5) + 1e-6)
 
 
 def test_snow_falls_down():
@@ -300,9 +300,9 @@ def test_fog_keeps_white_white(severity, density):
     assert (result.amin(1) == math.floor(255 / (1 + density) + 1e-6)).all()
     assert torch.equal(corrupted(plain((0, 0, 0)), "fog", severity), plain((0, 0, 0)))
     dark = corrupted(plain((100, 40, 0)), "fog", severity).flatten(2)
-    for colour, value in enumerate((100, 40, 0)):  # the brightest of all colours counts
+    for color, value in enumerate((100, 40, 0)):  # the brightest of all colors counts
         for found, fog in ((dark.amin(2), 0.0), (dark.amax(2), 255 * density)):
-            assert (found[:, colour] == math.floor((value + fog) * 100 / (100 + 255 * density) + 1e-6)).all()
+            assert (found[:, color] == math.floor((value + fog) * 100 / (100 + 255 * density) + 1e-6)).all()
 
 
 @pytest.mark.parametrize(("severity", "more"), [(1, 0.05), (5, 0.3)])
@@ -320,12 +320,12 @@ def test_brightness_is_that_of_colorsys(images, severity, more):
 
 @pytest.mark.parametrize(("severity", "kept", "ice"), [(1, 1.0, 0.2), (5, 0.75, 0.45)])
 def test_frost_lies_over_the_image(tmp_path, severity, kept, ice):
-    greys = (40, 80, 120, 160, 200, 240)
-    for name, grey in zip(PHOTOGRAPHS, greys, strict=True):
-        keep(tmp_path / "frost" / name, np.full((170, 190, 3), grey, dtype=np.uint8))
+    grays = (40, 80, 120, 160, 200, 240)
+    for name, gray in zip(PHOTOGRAPHS, grays, strict=True):
+        keep(tmp_path / "frost" / name, np.full((170, 190, 3), gray, dtype=np.uint8))
     result = corrupted(plain((100, 100, 100), 60), "frost", severity, data_dir=tmp_path)
     found = {int(image.unique()) for image in result}
-    assert found == {math.floor(kept * 100 + ice * grey + 1e-6) for grey in greys[:5]}  # never the sixth
+    assert found == {math.floor(kept * 100 + ice * gray + 1e-6) for gray in grays[:5]}  # never the sixth
 
 
 def test_frost_takes_pieces_of_every_fifth_pixel(tmp_path):
@@ -400,7 +400,7 @@ def test_photographs_that_are_none(icy, tmp_path, images):
 @pytest.mark.parametrize(("severity", "kept"), [(1, 0.75), (5, 0.15)])
 def test_contrast_fades_to_the_mean_colour(images, severity, kept):
     one = images[3].numpy().astype(np.float64)
-    means = np.array([[[fmean(colour.flatten())]] for colour in one])
+    means = np.array([[[fmean(color.flatten())]] for color in one])
     direct = np.floor(means + kept * (one - means) + 1e-6)
     np.testing.assert_array_equal(corrupted(images[3:4], "contrast", severity)[0], direct)
 

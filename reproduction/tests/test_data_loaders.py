@@ -87,7 +87,7 @@ def test_airline_from_new_york(tmp_path):
         *("month", "day of the month", "day of the week", "plane age"),
         *("air time", "distance", "arrival time", "departure time"),
     )
-    # Tuesday and Sunday; 08:30 and 05:17, 00:05 and 23:59 in minutes; cancelled and undated ones are left out
+    # Tuesday and Sunday; 08:30 and 05:17, 00:05 and 23:59 in minutes; canceled and undated ones are left out
     expected = [[1, 1, 2, 14, 227, 1400, 510, 317], [1, 6, 7, 0, 100, 700, 5, 1439]]
     assert flights.inputs.tolist() == expected
     assert flights.targets.tolist() == [11, -3]

@@ -20,9 +20,9 @@ from posthoc.errors import (
     OptionError,
     PosthocError,
     PosthocWarning,
-    UnavailableError,
 )
 from reproduction.data import Dataset
+from reproduction.data.files import UnavailableError
 from reproduction.data.images import CIFAR10_CLASSES
 from reproduction.experiments import EXPERIMENTS, Request, cifar_networks, experiment_named, regression
 from reproduction.experiments.ablations import decomposition

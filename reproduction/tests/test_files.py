@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from posthoc.errors import FileError, UnavailableError
+from posthoc.errors import FileError
 from reproduction.data import files
-from reproduction.data.files import DataFolder, RemoteFile, cache_folder, fetch
+from reproduction.data.files import DataFolder, RemoteFile, UnavailableError, cache_folder, fetch
 
 BODY = bytes(range(256)) * 64
 SHA256 = "sha256:" + hashlib.sha256(BODY).hexdigest()

@@ -17,7 +17,7 @@ def some_images(n=5, size=8):
 
 
 def directly(image, degrees):
-    """One colour of one image, pixel by pixel: each new pixel looks back to where it came from."""
+    """One color of one image, pixel by pixel: each new pixel looks back to where it came from."""
     height, width = image.shape
     angle, result = math.radians(degrees), torch.zeros(height, width, dtype=torch.float64)
     for row in range(height):
@@ -37,8 +37,8 @@ def directly(image, degrees):
 def test_against_a_computation_pixel_by_pixel(degrees, shape):
     images = torch.rand(2, 3, *shape, dtype=torch.float64)
     result = rotate(images, degrees)
-    for n, colour in ((0, 0), (1, 2)):
-        torch.testing.assert_close(result[n, colour], directly(images[n, colour], degrees))
+    for n, color in ((0, 0), (1, 2)):
+        torch.testing.assert_close(result[n, color], directly(images[n, color], degrees))
 
 
 @pytest.mark.parametrize("quarters", [1, 2, 3, -1])
@@ -62,7 +62,7 @@ def test_nothing_changes_without_a_turn(degrees, dtype):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_types_are_kept_and_bytes_rounded(dtype):
     images = some_images()
-    exact = torch.stack([directly(images[0, colour], 20) for colour in range(3)])
+    exact = torch.stack([directly(images[0, color], 20) for color in range(3)])
     result = rotate(images.to(dtype), 20)[0]
     assert result.dtype == dtype
     assert (result.double() - exact).abs().max() < {torch.uint8: 0.501, torch.bfloat16: 0.51}.get(dtype, 0.07)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -21,14 +22,15 @@ from posthoc.collect.augmentation import Augmented
 from posthoc.collect.class_scores import Rounding, as_logits, find_rounding
 from posthoc.collect.data_warnings import check_classes, warn_if_half, warn_if_memorized, warn_if_probabilities
 from posthoc.collect.fingerprint import fingerprint, require_same_network
-from posthoc.collect.loaders import arrays, is_arrays, is_pair, iterate
+from posthoc.collect.loaders import arrays, is_arrays, is_pair, iterate, stands_for_array
 from posthoc.collect.network import Backbone, collect
-from posthoc.collect.outputs import Outputs, require_same_columns
+from posthoc.collect.outputs import Outputs, column_names, require_same_columns
 from posthoc.config import MethodConfig
-from posthoc.errors import DataError, NotFittedError, OptionError
+from posthoc.errors import DataError, FileError, NotFittedError, OptionError
 from posthoc.io import contents_sha256, read_head, reading, write_head
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.registry import make_likelihood
+from posthoc.likelihoods.temperature import best_inverse, log_likelihood
 from posthoc.predictive.base import Predictive, require_finite_prediction
 from posthoc.predictive.conformal import Conformal, Score
 from posthoc.training import Checkpoint
@@ -96,10 +98,7 @@ class Fitted(nn.Module):
     """Whether draws need the covariance of the outputs."""
 
     def __init__(
-        self,
-        likelihood: Likelihood,
-        metadata: Mapping[str, Any] | None = None,
-        **parts: Tensor | nn.Module | None,
+        self, likelihood: Likelihood, metadata: Mapping[str, Any] | None = None, **parts: Tensor | nn.Module | None
     ) -> None:
         super().__init__()
         self.likelihood, self.metadata = likelihood, dict(metadata or {})
@@ -190,10 +189,13 @@ class Method(ABC):
         self._given_width: tuple[int, ...] | None = None  # the same of the outputs before they became logits
         self._network: str | None = None  # the fingerprint of the network
         self._rounding: Rounding | None = None  # of the probabilities of the fit
-        self._columns: tuple[str, ...] | None = None  # the names of the outputs in a table
+        self._columns: dict[str, tuple[str, ...]] = {}  # the names of columns in tables, by block
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._likelihood.task}, {'fitted' if self.fitted else 'not fitted'})"
+
+    def _repr_html_(self) -> str:
+        return f"<code>{escape(repr(self))}</code>"
 
     @property
     def likelihood(self) -> Likelihood:
@@ -253,7 +255,9 @@ class Method(ABC):
         if checkpoint is not None and not self.trains:
             raise OptionError(f"{self.name} is not fitted in steps and keeps no checkpoints: leave checkpoint out.")
         place = Checkpoint(checkpoint, every=checkpoint_every, resume=resume) if checkpoint is not None else None
-        data, val = self._read(with_targets(data, targets)), self._read(val) if val is not None else None
+        data = with_targets(data, targets)
+        names = column_names(data[0] if isinstance(data, tuple) and data else data)
+        data, val = self._read(data), self._read(val) if val is not None else None
         if augment is not None:
             data = Augmented(data, augment)
         with torch.inference_mode(False), torch.enable_grad(), place.claimed() if place is not None else nullcontext():
@@ -261,7 +265,7 @@ class Method(ABC):
             network = fingerprint(self.backbone.module) if self.backbone else None
             if place is not None:
                 start = {
-                    "start": first_values(self._likelihood),
+                    "start": {name: [p.tolist(), p.requires_grad] for name, p in self._likelihood.named_parameters()},
                     "data": job.train.digest(),
                     "val": job.val.digest() if job.val is not None else None,
                     "num_data": job.num_data,
@@ -270,7 +274,11 @@ class Method(ABC):
                 place.of(self._identity() | start)
             self._fitted = self._fit(job)
         self._width, self._given_width = tuple(job.train.outputs.shape[1:]), job.given_width
-        self._network, self._rounding, self._columns = network, job.rounding, job.train.columns
+        self._network, self._rounding = network, job.rounding
+        read = ("outputs", *self._fitted.reads)
+        self._columns = {block: columns for block, columns in job.train.named().items() if block in read}
+        if names is not None and not isinstance(data, Outputs):
+            self._columns["inputs"] = names  # of the network
         return self
 
     def _read(self, data: Any, *, once: bool = False) -> Any:
@@ -305,10 +313,16 @@ class Method(ABC):
         first, task = collected[0].outputs, self._likelihood.task
         device, rounding = self._home(first.device), None
         if task == "classification" and self.outputs_are != "logits":
-            rounding = find_rounding(first, self.outputs_are)
+            targets = collected[0].targets
+
+            def loss(logits: Tensor) -> float:  # after temperature scaling
+                labels = self._likelihood.check_targets(targets, logits)
+                return -log_likelihood(logits, labels, best_inverse(logits, labels))
+
+            rounding = find_rounding(first, self.outputs_are, loss if targets is not None else None)
         train, held_out = self._checked(collected[0], rounding), None
         if val is not None:
-            require_same_columns(train.columns, collected[1].columns)
+            require_same_columns(train.named(), collected[1].named())
             held_out = self._checked(collected[1], rounding, width=tuple(first.shape[1:]))
         warn_if_half(train.outputs)
         if task == "classification":
@@ -368,7 +382,10 @@ class Method(ABC):
         self, data: Any, *, covariance: bool = False, targets: bool = False
     ) -> Generator[tuple[Predictive, Outputs]]:
         """Predictions, and the rows that they are for."""
+        names = column_names(data[0] if isinstance(data, tuple) and data else data)
         fitted, data = self._require_fitted("predict"), self._read(data, once=True)
+        if names and not isinstance(data, Outputs):
+            require_same_columns(self._columns, {"inputs": names})
         if isinstance(data, list) and is_pair(data) and not targets:
             raise DataError(
                 "Expected one batch or a loader, got a list of arrays, which could be (x, y) or several batches: give "
@@ -377,6 +394,7 @@ class Method(ABC):
         one_batch = isinstance(data, Outputs) or (not targets and is_arrays(data))
         batches = [data] if one_batch else iterate(data, CHUNK)
         predict, size, reads, device = self._predictor(fitted, covariance=covariance)
+        seen = 0
         with ExitStack() as stack:
             if not isinstance(data, Outputs):
                 backbone, features, inputs = self._predicting_backbone(), "features" in reads, "inputs" in reads
@@ -385,7 +403,7 @@ class Method(ABC):
             for outputs in batches:
                 if not len(outputs):
                     continue
-                require_same_columns(self._columns, outputs.columns)
+                require_same_columns(self._columns, outputs.named())
                 home = outputs.outputs.device
                 checked = self._checked(outputs, self._rounding, width=self._given_width, targets=targets)
                 for start in range(0, len(checked), size):
@@ -393,8 +411,9 @@ class Method(ABC):
                     with torch.no_grad():  # not around the yield: the caller's code runs there
                         predictive = predict(rows.only(*reads).to(device or home))
                     predictive = predictive.to(home) if device not in (None, home) else predictive
-                    require_finite_prediction(predictive, rows)
+                    require_finite_prediction(predictive, rows, seen + start)
                     yield predictive, rows
+                seen += len(outputs)
 
     def _predicting_backbone(self) -> Backbone:
         """What runs the network for predictions."""
@@ -430,12 +449,7 @@ class Method(ABC):
 
     @classmethod
     def load(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        model: Any = None,
-        device: str | torch.device | None = None,
-        **given: Any,
+        cls, path: str | os.PathLike[str], *, model: Any = None, device: str | torch.device | None = None, **given: Any
     ) -> Self:
         """Loads a saved head.
 
@@ -469,7 +483,7 @@ class Method(ABC):
             method._network = header["network"]
             rounding = header["rounding"]
             method._rounding = Rounding(*map(float, rounding)) if rounding is not None else None
-            method._columns = tuple(header["columns"]) if header["columns"] is not None else None
+            method._columns = {block: tuple(names) for block, names in header["columns"].items()}
             fitted = method._blank(shapes["fitted"])
             others = {name: value for name, value in fitted.state_dict().items() if not isinstance(value, Tensor)}
             fitted.load_state_dict({**others, **tensors})
@@ -481,7 +495,13 @@ class Method(ABC):
         tensors, header = read_head(path, self.name)
         given = {name: getattr(self.config, name) for name in self.Config.given_on_load()}
         model = self.backbone.model if self.backbone is not None else None
-        method = type(self)._restored(path, tensors, {**header, "network": None}, model, given)
+        try:
+            method = type(self)._restored(path, tensors, {**header, "network": None}, model, given)
+        except FileError as error:
+            found = f"one that cannot ({error.__cause__!r:.300})"
+            raise OptionError(
+                f"Expected a head that can be loaded, got {found}: does {self.name} need _blank?"
+            ) from error
         parts = zip(modules(self._fitted), modules(method._fitted), strict=True)
         for own, loaded in ((own, loaded) for own, loaded in parts if own is not loaded):
             found = f"{own.__name__}, which would be loaded as {loaded.__name__}"
@@ -592,16 +612,14 @@ def require_width(outputs: Tensor, width: tuple[int, ...], *, one_score: bool) -
         raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}{hint}.")
 
 
-def first_values(part: nn.Module) -> dict[str, Any]:
-    """Where a part's parameters start, and whether they move."""
-    return {name: [p.tolist(), "learnt" if p.requires_grad else "fixed"] for name, p in part.named_parameters()}
-
-
 def with_targets(data: Any, targets: Any) -> Any:
     """The pair of data and targets, where targets are given apart."""
     if targets is None:
         return data
-    if isinstance(data, Outputs | str | os.PathLike):
+    if not stands_for_array(targets):
+        advice = "validation data are val=..."
+        raise DataError(f"Expected targets as an array beside the inputs, got a {type(targets).__name__}: {advice}.")
+    if isinstance(data, tuple) or not (stands_for_array(data) or isinstance(data, Mapping)):
         raise DataError(f"Expected targets inside the {type(data).__name__}, got them beside it: fit(data) is enough.")
     return data, targets
 

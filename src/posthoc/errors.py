@@ -51,10 +51,6 @@ class FileError(PosthocError, OSError):
     """A file was not written by this package or this version of it, is damaged, or belongs to another network."""
 
 
-class UnavailableError(FileError):
-    """Data or the weights of a network are not on this machine and cannot be downloaded."""
-
-
 class WrongTaskError(PosthocError, AttributeError):
     """The predictions of this task lack an attribute: probabilities of a regression, or intervals of classes."""
 

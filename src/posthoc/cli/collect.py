@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from posthoc.cli.shared import Engine, describe, interruptible
+from posthoc.errors import FileError
 
 MAX_WORKERS = 8
 """The most processes that read data, unless --workers asks for more."""
@@ -54,7 +55,11 @@ def collect(
     posthoc collect nets:make data.npz --weights net.pt --trust-code -o out
     """
     from posthoc.integrations.models import Plan
+    from posthoc.io import require_outside_outputs
 
+    require_outside_outputs(out.absolute().parent)
+    if out.is_file():
+        raise FileError(f"Expected a folder to write, found a file: {out}.")
     columns = (tuple(input_column or ()), target_column)
     plan = Plan(predictor, data, layer, weights, transform, *columns, inputs, device, trust_code)
     options: dict[str, Any] = {"batch_size": batch_size, "force": force}

@@ -31,11 +31,11 @@ def untrained(seed: int) -> nn.Sequential:
 def train_network(x: Tensor, y: Tensor, seed: int, *, steps: int = 1500) -> nn.Module:
     """The network of the figure, trained on all the points."""
     model = untrained(seed)
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
-        optimiser.step()
+        optimizer.step()
         schedule.step()
     return model

@@ -26,12 +26,12 @@ DATA = "Outputs on data that the network has not memorized, as a file or folder;
 YES, NO = ("true", "yes", "y", "on"), ("false", "no", "n", "off")
 
 Engine = Literal["local", "ray"]
-Task = Literal["regression", "classification"]
 Kind = Literal["logits", "log-probs", "probs"]
 
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing results.")]
 EngineOption = Annotated[Engine, typer.Option("--engine", help="This process, or a Ray cluster (extra: ray).")]
-TaskOption = Annotated[Task | None, typer.Option("--task", help="What is predicted. Default: known from the targets.")]
+TASKS = "regression, classification, or a likelihood that is registered. Default: known from the targets."
+TaskOption = Annotated[str | None, typer.Option("--task", help=TASKS)]
 OutputsAre = Annotated[Kind | None, typer.Option(help="What a classifier's outputs are. Default: logits.")]
 Config = Annotated[Path | None, typer.Option(help="The options of methods, as TOML.")]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]

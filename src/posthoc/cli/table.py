@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from posthoc.collect.tables import write_parquet
 from posthoc.errors import OptionError
 from posthoc.io import StrPath, atomic_path
 from posthoc.optional import require
@@ -57,19 +58,6 @@ def require_table(path: StrPath) -> Callable[[Path, Iterator[Columns]], None]:
         raise OptionError(f"Expected a table to write, a .parquet or a .csv, got {Path(path).name!r}.")
     require("pyarrow", "tables", "Writing Parquet")
     return write_parquet
-
-
-def write_parquet(path: Path, tables: Iterator[Columns]) -> None:
-    """Writes tables of columns one after the other as row groups of a Parquet file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    writer: Any = None
-    for columns in tables:
-        table = pa.table({name: list(values) if values.ndim > 1 else values for name, values in columns.items()})
-        writer = writer or pq.ParquetWriter(path, table.schema)
-        writer.write_table(table)
-    writer.close()
 
 
 def write_csv(path: Path, tables: Iterator[Columns]) -> None:

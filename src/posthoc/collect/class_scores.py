@@ -10,6 +10,7 @@ Example:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,13 @@ class Rounding(NamedTuple):
     floor: float  # the probability that an exact 0 stands for
     unit: float  # the unit that all probabilities are multiples of, or 0 if they are not rounded
 
+    @property
+    def zero(self) -> float:
+        """The largest probability that counts as 0."""
+        if self.unit:
+            return RANGE_ERROR * self.unit
+        return self.floor if self.floor <= torch.finfo(torch.float32).eps else 0.0
+
     def sum_error(self, classes: int) -> float:
         """How far the sum of a row may deviate from 1."""
         return max(SUM_ERROR, min(classes * self.unit / 2.0 * (1.0 + RANGE_ERROR), ROUNDED_SUM_ERROR))
@@ -79,14 +87,18 @@ def as_logits(outputs: Tensor, kind: str, rounding: Rounding | None = None) -> T
     return log_p - log_p[:, :1] if columns.shape[1] == 1 else log_p
 
 
-def find_rounding(outputs: Tensor, kind: str) -> Rounding:
+def find_rounding(outputs: Tensor, kind: str, loss: Callable[[Tensor], float] | None = None) -> Rounding:
     """Derives from probabilities how coarse they are, and which probability an exact 0 stands for; warns of zeros.
 
     If all values lie on a grid (two decimals, or tenths of a forest of ten trees), a 0 stands for half its unit;
     otherwise for half of the smallest positive value. With fewer than ten values strictly between 0 and 1 neither is
-    known, and a 0 stands for the machine epsilon.
+    known, and a 0 stands for the machine epsilon. So does it, with all that is smaller, if `loss` is less then:
+    probabilities near the smallest number there is (of naive Bayes, say) are too extreme to be calibrated.
 
-    The arguments are those of `as_logits`. Of logits nothing is derived.
+    Args:
+        outputs: As in `as_logits`. Of logits nothing is derived.
+        kind: As in `as_logits`.
+        loss: The loss of logits (N, C) after calibration.
     """
     columns = as_columns(outputs, kind)
     limits = torch.finfo(torch.promote_types(columns.dtype, torch.float32))
@@ -103,7 +115,10 @@ def find_rounding(outputs: Tensor, kind: str) -> Rounding:
         floor = (unit or float(inner.min())) / 2.0
     floor = max(floor, limits.tiny)
     if bool(zeros.any()):
-        reason = f"half of their unit of rounding, {unit:.3g}" if unit else "less than any other"
+        if loss is not None and not unit and floor < limits.eps:
+            floor = min((floor, limits.eps), key=lambda each: loss(as_logits(outputs, kind, Rounding(each, unit))))
+        smallest = "like smaller ones" if len(inner) and floor > float(inner.min()) else "less than any other"
+        reason = f"half of their unit of rounding, {unit:.3g}" if unit else smallest
         counts = f"{int(zeros.sum()):,} of {values.numel():,}"
         advice = "Give logits, or unrounded probabilities, if you have them."
         warn(f"{counts} probabilities are 0 and are taken as {floor:.3g} ({reason}). {advice}")
@@ -113,7 +128,7 @@ def find_rounding(outputs: Tensor, kind: str) -> Rounding:
 def find_unit(values: Tensor, dtype: torch.dtype) -> float:
     """The coarsest unit that all values (float64) are multiples of, up to floating-point error; 0 if there is none."""
     values = values[:: max(1, len(values) // MOST_VALUES)]
-    error = 8.0 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    error = max(0.6 * torch.finfo(dtype).eps, 8.0 * torch.finfo(torch.float32).eps)  # half precision: of rounding alone
     grids = GRIDS[error * GRIDS < 0.1].to(values.device)
     for part in (values[:FEWEST_VALUES], values):
         steps = part[:, None] * grids
@@ -140,16 +155,21 @@ def as_columns(outputs: Tensor, kind: str) -> Tensor:  # (N, C)
 
 def log_of_probs(p: Tensor, rounding: Rounding) -> Tensor:  # (N, C)
     """The logarithms of probabilities, with zeros raised to half of their unit of rounding."""
-    p = p.to(torch.promote_types(p.dtype, torch.float32)).clamp(0.0, 1.0)
+    dtype, precision = p.dtype, torch.finfo(p.dtype).eps
+    p = p.to(torch.promote_types(dtype, torch.float32)).clamp(0.0, 1.0)
     p = torch.cat([1.0 - p, p], 1) if p.shape[1] == 1 else p
     total = p.sum(1, keepdim=True)
-    wrong = (total - 1.0).abs() > rounding.sum_error(p.shape[1])
-    inner = p[(p > 0.0) & (p < 1.0)] if bool(wrong.any()) else p[:0, 0]
+    wrong = (total - 1.0).abs() > rounding.sum_error(p.shape[1]) + precision
+    zeros = not rounding.unit and bool((p == 0.0).any())
+    inner = p[(p > 0.0) & (p < 1.0)] if zeros or bool(wrong.any()) else p[:0, 0]
     if len(inner) >= FEWEST_VALUES:  # these rows may be rounded more than those of the fit
-        coarser = Rounding(0.0, find_unit(inner.double(), p.dtype))
-        wrong &= (total - 1.0).abs() > coarser.sum_error(p.shape[1])
+        unit = find_unit(inner.double(), dtype)
+        wrong &= (total - 1.0).abs() > Rounding(0.0, unit).sum_error(p.shape[1]) + precision
+        if zeros and unit / 2.0 > rounding.floor:
+            said = f"These probabilities are rounded to {unit:.3g} and those of the fit were not"
+            warn(f"{said}: a 0 is taken as {rounding.floor:.3g}. Fit on data that are rounded in the same way.")
     refuse(total, wrong, "probabilities that sum to 1 in every row", "Or are they of several labels a row?")
-    log_p = torch.where(p > RANGE_ERROR * rounding.unit, p.log(), math.log(rounding.floor))
+    log_p = torch.where(p > rounding.zero, p.log(), math.log(rounding.floor))
     return log_p - torch.where((total - 1.0).abs() > SUM_ERROR, total.log(), 0.0)
 
 

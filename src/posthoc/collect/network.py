@@ -226,7 +226,8 @@ def in_rows(outputs: Tensor, batch: Batch, width: Width) -> Tensor:  # (N, ...)
     lengths = {length(value) for value in [*batch.args, *batch.kwargs.values()]} - {None}
     one_row = lengths == {1} and length(batch.target) in (1, None)
     if not one_row and outputs.ndim < 1:
-        raise DataError("Expected the model to return one row a point, got a single number.")
+        advice = "a single point must be a batch of one, x[None]"
+        raise DataError(f"Expected the model to return one row a point, got a single number: {advice}.")
     lost = outputs.ndim < 1 or tuple(outputs.shape) == width or (len(outputs) > 1 and batch.target is not None)
     return outputs[None] if one_row and lost else outputs
 
@@ -384,8 +385,8 @@ class Reader:
         except PosthocError:
             raise
         except Exception as error:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-            advice = "a single point must be a batch of one, x[None]"
+            shapes = ", ".join(f"{tuple(tensor.shape)} ({tensor.dtype})" for tensor in tensors)
+            advice = "a single point must be a batch of one, x[None], and integers may have to be floats"
             error.add_note(f"posthoc: raised by your model, called on one batch of shape {shapes}; {advice}.")
             raise
         finally:
@@ -413,6 +414,7 @@ def in_same_memory(value: Any) -> Any:
 def read_inputs(tensors: list[Tensor], rows: int) -> Tensor:  # (rows, D)
     """A copy of the inputs as one row of coordinates a point, for kernels on the inputs."""
     if len(tensors) != 1 or tensors[0].shape[:1] != (rows,):
-        found = f"{len(tensors)} tensors of shapes {[tuple(tensor.shape) for tensor in tensors]}"
-        raise DataError(f'Expected one tensor of inputs, a row a point, got {found}: use a kernel on="features".')
+        found = f"tensors of shapes {[tuple(tensor.shape) for tensor in tensors]}"
+        advice = 'a single point must be a batch of one, x[None]; for other inputs use a kernel on="features"'
+        raise DataError(f"Expected one tensor of inputs, a row a point, got {found}: {advice}.")
     return tensors[0].detach().reshape(rows, -1).clone()

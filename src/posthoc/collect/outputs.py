@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from operator import index
@@ -20,6 +20,9 @@ from posthoc.validation import require_finite
 NAMES = ("outputs", "targets", "features", "inputs")
 """The parts of `Outputs`."""
 
+COLUMNS = {"outputs": "columns", "features": "feature_columns", "inputs": "input_columns"}
+"""The attributes that hold the names of the columns of each block."""
+
 ROWS_CHECKED = 2**14
 """The number of rows that are looked at together for values that are not finite."""
 
@@ -32,7 +35,8 @@ class Outputs:
     """A predictor's outputs on N points, with the targets and, where known, the features and inputs behind them.
 
     Tensors, NumPy arrays or nested lists; features and inputs of more than two dimensions are flattened to rows.
-    `columns` are the names of the columns of `outputs`, where a table (a DataFrame, or a file) gave them.
+    `columns`, `feature_columns` and `input_columns` are the names of the columns of `outputs`, `features` and `inputs`,
+    where a table (a DataFrame, or a file) gave them.
     """
 
     outputs: Tensor  # (N,) or (N, C), real
@@ -40,15 +44,16 @@ class Outputs:
     features: Tensor | None = None  # (N, D)
     inputs: Tensor | None = None  # (N, D)
     columns: tuple[str, ...] | None = None  # C names
+    feature_columns: tuple[str, ...] | None = None  # D names
+    input_columns: tuple[str, ...] | None = None  # D names
 
     def __post_init__(self) -> None:
         for name in NAMES:
             value = getattr(self, name)
             if value is None:
                 continue
-            names = tuple(getattr(value, "columns", ()))
-            if name == "outputs" and self.columns is None and names and all(isinstance(each, str) for each in names):
-                object.__setattr__(self, "columns", names)
+            if name in COLUMNS and getattr(self, COLUMNS[name]) is None:
+                object.__setattr__(self, COLUMNS[name], column_names(value))
             tensor = as_tensor(value).detach()
             if tensor.ndim < 1:
                 raise DataError(f"Expected {name} with one row a point, got a single number.")
@@ -62,25 +67,30 @@ class Outputs:
                 raise DataError(f"Expected as many rows of {name} as of outputs, {len(self)}, got {len(tensor)}.")
         if not self.outputs.is_floating_point():
             raise DataError(f"Expected real-valued outputs, got {self.outputs.dtype}.")
-        if self.columns is not None and len(self.columns) != self.outputs.shape[1:].numel():
-            raise DataError(f"Expected a name for every column of outputs, got {listed(self.columns)}.")
+        for name, names in self.named().items():
+            if len(names) != getattr(self, name).shape[1:].numel():
+                raise DataError(f"Expected a name for every column of {name}, got {listed(names)}.")
 
     @classmethod
     def trusted(cls, **parts: Any) -> Outputs:
         """Outputs of tensors that were checked before, such as those of a mapped file: their values are not read."""
         outputs = object.__new__(cls)
-        outputs.__dict__.update(dict.fromkeys((*NAMES, "columns")), **parts)
+        outputs.__dict__.update(dict.fromkeys((*NAMES, *COLUMNS.values())), **parts)
         return outputs
 
     def parts(self) -> dict[str, Tensor]:
         """The tensors that there are, by name."""
         return {name: part for name in NAMES if (part := getattr(self, name)) is not None}
 
-    def require_finite(self) -> None:
+    def named(self) -> dict[str, tuple[str, ...]]:
+        """The names of columns that are known, by block."""
+        return {block: names for block, name in COLUMNS.items() if (names := getattr(self, name)) is not None}
+
+    def require_finite(self, first_row: int = 0) -> None:
         """Refuses NaN and infinity, block by block: the values of a mapped folder may have changed on the disk."""
         for start in range(0, len(self), ROWS_CHECKED):
             for name, part in self.parts().items():
-                require_finite(part[start : start + ROWS_CHECKED], name, first_row=start)
+                require_finite(part[start : start + ROWS_CHECKED], name, first_row=first_row + start)
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -93,7 +103,8 @@ class Outputs:
         return (self[row] for row in range(len(self)))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.array(self.outputs.cpu().numpy(), dtype=dtype, copy=copy)
+        outputs = self.outputs.float() if self.outputs.dtype == torch.bfloat16 else self.outputs
+        return np.array(outputs.cpu().numpy(), dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
         shapes = [f"{name}={tuple(part.shape)}" for name, part in self.parts().items()]
@@ -145,7 +156,8 @@ class Outputs:
 
     def only(self, *names: str) -> Outputs:
         """The same without features or inputs that nobody reads."""
-        return Outputs.trusted(**{name: getattr(self, name) for name in ("outputs", "targets", "columns", *names)})
+        kept = ("outputs", "targets", *COLUMNS.values(), *names)
+        return Outputs.trusted(**{name: getattr(self, name) for name in kept})
 
     def with_targets(self, targets: Tensor) -> Outputs:
         """The same with these targets, which were checked elsewhere."""
@@ -169,9 +181,11 @@ def join(parts: list[Outputs]) -> Outputs:
     parts = [part for part in parts if part.outputs.ndim and len(part)]
     if not parts:
         raise DataError("Expected at least one data point, got none: the loader is empty.")
-    columns = {part.columns for part in parts}
     joined: dict[str, Any] = {name: stack([getattr(part, name) for part in parts], name) for name in NAMES}
-    return Outputs(**joined, columns=columns.pop() if len(columns) == 1 else None)
+    for name in COLUMNS.values():
+        names = {getattr(part, name) for part in parts}
+        joined[name] = names.pop() if len(names) == 1 else None
+    return Outputs(**joined)
 
 
 def stack(parts: list[Tensor | None], name: str) -> Tensor | None:
@@ -198,20 +212,34 @@ def as_rows(rows: Any, length: int) -> Any:
     """
     if isinstance(rows, Tensor) and rows.ndim:  # a mask or a tensor of one number counts as an index too
         return rows
+    if isinstance(rows, slice):
+        return rows if (rows.step or 1) > 0 else list(range(length))[rows]
+    if isinstance(rows, list | np.ndarray) and np.ndim(rows) == 1:
+        chosen = np.asarray(rows, None if len(rows) else int)
+        if chosen.dtype.kind in "iub":
+            return chosen
     try:
         row = index(rows)
     except TypeError:
-        return rows
+        raise IndexError(f"Expected rows by number, slice, list or mask, got {rows!r:.80}: one index alone.") from None
     if not -length <= row < length:
         raise IndexError(f"Expected a row from 0 to {length - 1}, got {row}.")
     return slice(row, row + 1 or None)
 
 
-def require_same_columns(fitted: tuple[str, ...] | None, found: tuple[str, ...] | None) -> None:
-    """Refuses outputs from other columns than those of the fit, or in another order, where both are known."""
-    if fitted is None or found is None or fitted == found:
-        return
-    if sorted(fitted) == sorted(found):
-        advice = f'name them as there: --outputs {",".join(fitted)} (columns={{"outputs": [...]}})'
-        raise DataError(f"Expected outputs in the order of the fit, got {listed(found)}: {advice}.")
-    raise DataError(f"Expected outputs from the columns of the fit, {listed(fitted)}, got {listed(found)}.")
+def column_names(table: Any) -> tuple[str, ...] | None:
+    """The names of the columns of a DataFrame if all of them are text; None for anything else."""
+    found = getattr(table, "columns", None)
+    names = tuple(found) if found is not None else ()
+    return names if names and all(isinstance(name, str) for name in names) else None
+
+
+def require_same_columns(fitted: Mapping[str, tuple[str, ...]], found: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuses columns other than those of the fit, or in another order, of the blocks whose names are known of both."""
+    for block in fitted.keys() & found.keys():
+        before, now = fitted[block], found[block]
+        if sorted(before) != sorted(now):
+            raise DataError(f"Expected {block} from the columns of the fit, {listed(before)}, got {listed(now)}.")
+        if before != now:
+            advice = f'name them as there: --{block} {",".join(before)} (columns={{"{block}": [...]}})'
+            raise DataError(f"Expected {block} in the order of the fit, got {listed(now)}: {advice:.500}.")

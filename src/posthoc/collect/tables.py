@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from posthoc.collect.loaders import TEXT_ADVICE, Array, listed, tensor_of
-from posthoc.collect.outputs import NAMES
+from posthoc.collect.outputs import COLUMNS, NAMES
 from posthoc.errors import DataError, FileError, OptionError
 from posthoc.io import parsing
 from posthoc.optional import require
@@ -22,13 +23,14 @@ Columns = Mapping[str, str | Sequence[str]]
 """Which columns hold what: a name, a pattern or a list of them for "outputs", "targets", "features", "inputs"."""
 
 
-def choose(path: Path, names: list[str], columns: Columns | None) -> dict[str, list[str]]:
-    """Which columns of a table make up which array; by default `outputs`, or `outputs_0`, `outputs_1`, …"""
+def choose(path: Path, names: list[str], asked: Columns | None) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Which columns of a table make up which array, and the names or patterns that say so; by default `outputs`, or
+    `outputs_0`, `outputs_1`, …"""
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise FileError(f"Expected columns of different names in {path}, found {listed(repeated)} more than once.")
-    if columns is None:
-        patterns = [(array, pattern) for array in NAMES for pattern in (f"{array}_[0-9]*", array)]
-        columns = {array: pattern for array, pattern in patterns if any(fnmatchcase(name, pattern) for name in names)}
+    patterns = [(array, pattern) for array in NAMES for pattern in (f"{array}_[0-9]*", array)]
+    columns: dict[str, Any] = {a: pattern for a, pattern in patterns if any(fnmatchcase(n, pattern) for n in names)}
+    columns |= asked or {}
     if unknown := columns.keys() - set(NAMES):
         raise OptionError(f"Expected columns for {', '.join(NAMES)}, got some for {', '.join(sorted(unknown))}.")
     if "outputs" not in columns:
@@ -36,9 +38,9 @@ def choose(path: Path, names: list[str], columns: Columns | None) -> dict[str, l
         present = f"got none. The columns are: {listed(names)}. {advice}"
         raise OptionError(f"Expected columns for outputs, or named outputs_0, outputs_1, …, in {path}, {present}")
     chosen: dict[str, list[str]] = {}
-    for array, asked in columns.items():
+    for array, wanted in columns.items():
         chosen[array] = []
-        for pattern in [asked] if isinstance(asked, str) else asked:
+        for pattern in [wanted] if isinstance(wanted, str) else wanted:
             matching = [pattern] if pattern in names else in_order([n for n in names if fnmatchcase(n, pattern)])
             if not matching:
                 raise OptionError(f"Expected a column for {array}, got {pattern!r}. The columns are: {listed(names)}.")
@@ -48,7 +50,7 @@ def choose(path: Path, names: list[str], columns: Columns | None) -> dict[str, l
     for array, found in chosen.items():
         if array != "targets" and (both := set(found).intersection(chosen.get("targets", []))):
             raise OptionError(f"Expected targets in columns of their own, got {listed(sorted(both))} as {array} too.")
-    return chosen
+    return chosen, columns
 
 
 def in_order(names: list[str]) -> list[str]:
@@ -59,7 +61,9 @@ def in_order(names: list[str]) -> list[str]:
     return [match[0] for match in sorted(matches, key=lambda match: int(match[2]))]
 
 
-def assemble(chosen: Mapping[str, list[str]], columns: Columns | None, values: Mapping[str, Array]) -> dict[str, Any]:
+def assemble(
+    chosen: Mapping[str, list[str]], columns: Columns, asked: Columns | None, values: Mapping[str, Array]
+) -> dict[str, Any]:
     """Columns as arrays: whole numbers are classes among the targets, and real numbers elsewhere."""
     parts: dict[str, Any] = {}
     for array, names in chosen.items():
@@ -67,13 +71,13 @@ def assemble(chosen: Mapping[str, list[str]], columns: Columns | None, values: M
         if not len(blocks[0]):
             raise DataError("Expected at least one row, got none: the table has nothing but its header.")
         # One column that was named is taken as it is, and not as a matrix of one.
-        alone = names == [array if columns is None else columns[array]]
+        alone = names == [columns[array]]
         joined = blocks[0] if alone else np.concatenate([block.reshape(len(block), -1) for block in blocks], axis=1)
         if joined.dtype.kind in "iub":
             joined = joined.astype(np.int64 if array == "targets" else np.float64)
         parts[array] = tensor_of(joined, array)
-    if columns is not None and len(chosen["outputs"]) == parts["outputs"].shape[1:].numel():
-        parts["columns"] = tuple(chosen["outputs"])
+        if array in COLUMNS and array in (asked or {}) and len(names) == parts[array].shape[1:].numel():
+            parts[COLUMNS[array]] = tuple(names)
     return parts
 
 
@@ -94,13 +98,13 @@ def read_csv(path: Path, columns: Columns | None) -> dict[str, Any]:
         names = [name.strip() for name in next(lines, [])]
         if all(map(is_number, names)):
             raise FileError(f"Expected names of columns in the first line of {path}, found none: add that line.")
-        chosen = choose(path, names, columns)
+        chosen, patterns = choose(path, names, columns)
         numbers = np.fromiter(read_numbers(path, lines, names, used(chosen)), float)
     values = dict(zip(used(chosen), numbers.reshape(-1, len(used(chosen))).T, strict=True))
     for name in chosen.get("targets", []):
         if (abs(values[name]) < 2**53).all() and (values[name] % 1.0 == 0.0).all():
             values[name] = values[name].astype(np.int64)
-    return assemble(chosen, columns, values)
+    return assemble(chosen, patterns, columns, values)
 
 
 def read_numbers(path: Path, lines: Iterator[list[str]], names: list[str], wanted: list[str]) -> Iterator[float]:
@@ -111,7 +115,8 @@ def read_numbers(path: Path, lines: Iterator[list[str]], names: list[str], wante
             raise FileError(f"Expected {len(names)} values in every line of {path}, found {len(line)} in row {row}.")
         for place in places:
             if not is_number(text := line[place]):
-                found = f"{text!r:.60} in row {row}: {TEXT_ADVICE if text.strip() else 'remove the rows without one'}"
+                advice = TEXT_ADVICE if any(map(str.isalpha, text)) else "write it with the digits 0 to 9 and a point"
+                found = f"{text!r:.60} in row {row}: {advice if text.strip() else 'remove the rows without one'}"
                 raise DataError(f"Expected numbers in column {names[place]!r}, got {found}.")
             yield float(text)
 
@@ -132,9 +137,9 @@ def read_parquet(path: Path, columns: Columns | None) -> dict[str, Any]:
     """The arrays of a Parquet file: a column of numbers each, of lists of one length, or several columns."""
     parquet = require("pyarrow.parquet", "tables", "Reading Parquet")
     with parsing(path, "a Parquet file"), parquet.ParquetFile(path, page_checksum_verification=True) as file:
-        chosen = choose(path, file.schema_arrow.names, columns)
+        chosen, patterns = choose(path, file.schema_arrow.names, columns)
         table = file.read(columns=used(chosen))
-    return assemble(chosen, columns, {name: values_of(table.column(name), name) for name in used(chosen)})
+    return assemble(chosen, patterns, columns, {name: values_of(table.column(name), name) for name in used(chosen)})
 
 
 def values_of(column: Any, name: str) -> Array:
@@ -162,15 +167,20 @@ def values_of(column: Any, name: str) -> Array:
     return np.asarray(column.to_numpy()).reshape(rows, *width)
 
 
-def write_parquet(path: Path, arrays: Mapping[str, Array]) -> None:
-    """One column an array, of numbers or of lists of fixed size."""
+def write_parquet(path: Path, tables: Mapping[str, Array] | Iterable[Mapping[str, Array]]) -> None:
+    """Writes a table, or several one after the other. An array is one column, of numbers or of lists of fixed size."""
     parquet = require("pyarrow.parquet", "tables", "Writing Parquet")
     import pyarrow as pa
 
-    columns = {}
-    for name, array in arrays.items():
-        column = pa.array(array.reshape(-1))
-        for size in reversed(array.shape[1:]):
-            column = pa.FixedSizeListArray.from_arrays(column, size)
-        columns[name] = column
-    parquet.write_table(pa.table(columns), path, write_page_checksum=True)
+    with ExitStack() as stack:
+        writer: Any = None
+        for arrays in [tables] if isinstance(tables, Mapping) else tables:
+            columns = {}
+            for name, array in arrays.items():
+                column = pa.array(array.reshape(-1))
+                for size in reversed(array.shape[1:]):
+                    column = pa.FixedSizeListArray.from_arrays(column, size)
+                columns[name] = column
+            table = pa.table(columns)
+            writer = writer or stack.enter_context(parquet.ParquetWriter(path, table.schema, write_page_checksum=True))
+            writer.write_table(table)

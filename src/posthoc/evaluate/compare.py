@@ -35,7 +35,7 @@ Entry = str | type[Method] | Method | tuple[str | type[Method], Mapping[str, Any
 Candidate = tuple[type[Method] | Method, Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Row:
     """One method: its figures, or why there are none."""
 
@@ -55,6 +55,10 @@ class Row:
     traceback: str | None = None
     fitted: Method | None = None
     """The method itself, to predict with."""
+
+    def __repr__(self) -> str:
+        figures = ", ".join(f"{name}={value:.4g}" for name, value in list(self.figures.items())[:4])
+        return f"Row({self.method}: {self.error or figures})"
 
 
 @dataclass(frozen=True, repr=False)

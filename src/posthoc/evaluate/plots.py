@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posthoc.errors import OptionError
+from posthoc.errors import OptionError, WrongTaskError
 from posthoc.evaluate import metrics as m
 from posthoc.evaluate.evaluate import reliability, shown_intervals
 from posthoc.io import atomic_path
@@ -51,6 +51,8 @@ def plot(pred: Predictive, targets: Any = None, ax: Axes | None = None) -> Axes:
     """
     if hasattr(pred, "log_probs"):
         return entropy_histogram(pred, ax=ax) if targets is None else reliability_diagram(pred, targets, ax)
+    if not hasattr(pred, "interval"):
+        raise WrongTaskError(f"Expected predictions of classes or of a regression, got a {type(pred).__name__}.")
     return intervals(pred, targets, ax)
 
 

@@ -142,8 +142,9 @@ def train_fitted(
         else:  # closed even after an error: a suspended generator would keep the network in eval mode
             source = FreshBatches(stack.enter_context(closing(fresh(view, likelihood))))
         ranks.share(list(fitted.buffers()))
-        small = fresh is None and is_small(len(process.l_raw), training.batch_size, process.num_outputs)
-        stack.enter_context(single_thread(small))
+        m, batch = len(process.l_raw), training.batch_size
+        work = max(m * m * max(m, batch), WORK_PER_OUTPUT * batch * process.num_outputs)
+        stack.enter_context(single_thread(fresh is None and work < SMALL))
         return train(
             Objective(process, likelihood, alpha, job.num_data, kl_copies, form.prior, draws),
             [*process.parameters(), *likelihood.parameters()],
@@ -159,8 +160,3 @@ def shortened(training: Training, times: int = 3) -> Training:
     """Training in a third of the steps (or another part), with up to three times the learning rate."""
     lr = min(times * training.lr, max(training.lr, 0.05))
     return replace(training, steps=-(-training.steps // times), lr=lr)
-
-
-def is_small(m: int, batch: int, num_outputs: int) -> bool:
-    """Whether one thread is enough for m inducing points."""
-    return max(m * m * max(m, batch), WORK_PER_OUTPUT * batch * num_outputs) < SMALL

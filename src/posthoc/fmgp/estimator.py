@@ -73,7 +73,9 @@ class FMGPConfig(ScoreConfig, FeatureConfig, TrainingConfig):
     kernel: Any = option(None, encode=methodcaller("recipe"), decode=kernel_from_file, on_load=True)
     variance: Literal["auto", "per_output", "shared", "separable"] = "auto"
     inducing: Any = option("kmeans", encode=encode_points, decode=decode_points)
-    inducing_classes: Any = option(None, encode=encode_classes)
+    inducing_classes: Any = option(
+        None, encode=lambda given: given if given is None else torch.as_tensor(given).tolist()
+    )
     num_inducing: int = option(100, least=1)
     alpha: float = option(1.0, least=0.0, most=1.0)
     standardize: bool = True
@@ -102,8 +104,9 @@ class FMGPConfig(ScoreConfig, FeatureConfig, TrainingConfig):
         for name, (only, default) in OF_ONE_TASK.items():
             if task != only and getattr(self, name) != default:
                 raise OptionError(f"{name} is an option for {only} and does nothing for {task}: leave it out.")
-        if self.variance == "shared" and self.output_rank is not None:
-            raise OptionError('output_rank is the rank of B, which variance="shared" does not have: leave it out.')
+        unused = {"shared": "output_rank", "per_output": "kl"}.get(self.variance)
+        if unused is not None and getattr(self, unused) is not None:
+            raise OptionError(f'{unused} does nothing for variance="{self.variance}": leave it out.')
         if task != "classification" and isinstance(self.inducing, str) and self.inducing == "per_class":
             raise OptionError('inducing="per_class" needs classes; use "kmeans" or "random" for regression.')
         steps = DEFAULT_STEPS if self.steps is None and task == "classification" else self.steps
@@ -239,11 +242,9 @@ class FMGP(Method):
         if self._steps_by_rows:
             steps = min(max(STEPS_PER_ROOT * math.sqrt(len(job.train)), MIN_STEPS), MAX_STEPS)
             self.config = replace(self.config, steps=round(steps))
-        full = self.config.training
-        short = shortened(full)
+        full, short = self.config.training, shortened(self.config.training)
         training = short if isinstance(job.data, Augmented) else full  # augmented images have less to learn from
-        cached = self.config.cache or isinstance(job.data, Outputs)
-        fresh = None if cached else partial(self._fresh_batches, job)
+        fresh = None if self.config.cache or isinstance(job.data, Outputs) else partial(self._fresh_batches, job)
         return Trainer(self.config, self._likelihood, training, short, fresh)
 
     def _train_regression(self, job: Job, selection: Selection, trainer: Trainer) -> FittedFMGP:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from posthoc.base import TYPICAL_ROWS, Fitted
+from posthoc.base import CHUNK, TYPICAL_ROWS, Fitted
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError
 from posthoc.fmgp.inducing_points import Inducing
@@ -27,8 +27,6 @@ from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.latent import Latent, ZeroLatent
 from posthoc.training import Ranks
 
-CHUNK = 1024
-"""Rows predicted at a time while the fit goes on."""
 MIN_MARGIN = 1e-30
 """Lower limit of the mean squared margin that the strength is divided by; it is zero where all outputs are equal."""
 

@@ -186,7 +186,7 @@ class LowRankLatent(Latent):
 
     def covariance(self) -> Tensor:
         known = (self.k_xz[:, :, None] * self.coupling.columns(self.z_class).mT).mT @ self.w.mT  # (N, C, M)
-        return covariance_across(self.coupling.matrix(), self.k_diag.squeeze(-1), known.transpose(0, 1))
+        return self.coupling.matrix() * self.k_diag[:, :, None] - known @ known.mT
 
     def difference(self, top: Tensor) -> Tensor:
         squares, label = self._squares(), top[:, None]
@@ -262,18 +262,3 @@ class _MarginalVariance(torch.autograd.Function):
         grad = grad * (variance >= 0.0)
         known_grad = known * (-2.0 * grad)[:, None]
         return grad, known_grad @ w, known_grad.mT @ k_xz
-
-
-def covariance_across(b: Tensor, k_diag: Tensor, known: Tensor) -> Tensor:
-    """The covariance across outputs at each point, B k(x, x) - K((x, ·), Z) (-A) K(Z, (x, ·)), in float64.
-
-    Args:
-        b: B (C, C), the covariance among the outputs.
-        k_diag: k(x, x) (N,).
-        known: W K(Z, (x, c)) (C, N, M), what the inducing points know of each output.
-
-    Returns:
-        The covariances (N, C, C).
-    """
-    known = known.double().transpose(0, 1)
-    return b.double() * k_diag.double()[:, None, None] - known @ known.mT

@@ -118,7 +118,7 @@ class CandidateScore:
         return self.gain / max(self.standard_error, 1e-300) if self.rows > 1 else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Selection:
     """What a fit of `FMGP` chose, and why; `str` gives it in one sentence.
 
@@ -140,7 +140,7 @@ class Selection:
     candidates: tuple[CandidateScore, ...] = ()
     residuals: str | None = None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.form}: {self.reason}" + (f"; {self.residuals}" if self.residuals else "")
 
     @property
@@ -210,9 +210,7 @@ def candidates(rows: int, num_outputs: int) -> list[VarianceForm]:
 
 
 def compare(
-    job: Job,
-    forms: list[VarianceForm],
-    fit_and_score: Callable[[Job, VarianceForm, Outputs], HeldOut],
+    job: Job, forms: list[VarianceForm], fit_and_score: Callable[[Job, VarianceForm, Outputs], HeldOut]
 ) -> Selection:
     """The best of some forms and temperature scaling, on rows that they were not trained on.
 

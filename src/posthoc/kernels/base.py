@@ -114,6 +114,9 @@ class BlockKernel(Kernel):
     def initialize(self, sample: Points, default: str) -> None:
         self.on = self.on or default
 
+    def extra_repr(self) -> str:
+        return f"on={self.on!r}" if self.on is not None else ""
+
     def block(self, points: Points) -> Tensor:
         """The coordinates that the kernel reads, (N, D)."""
         assert self.on is not None, "initialize() sets the block"

@@ -37,7 +37,7 @@ def make_likelihood(likelihood: str | Likelihood | Mapping[str, Any]) -> Likelih
     name = options.pop("type", None)
     if not isinstance(name, str) or name not in LIKELIHOODS:
         raise OptionError(
-            'Expected likelihood="regression" or "classification" (or an object, Gaussian() or Categorical()), got '
+            'Expected the likelihood "regression" or "classification" (or an object, Gaussian() or Categorical()), got '
             f"{reprlib.repr(name)}. The registered names are {', '.join(sorted(LIKELIHOODS))}."
         )
     try:

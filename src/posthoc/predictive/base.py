@@ -211,15 +211,16 @@ class LatentGaussian(Rows):
         return {"mean": self.mean, "std": self.std}
 
 
-def require_finite_prediction(predictive: Predictive, rows: Outputs | None = None) -> None:
-    """Raises `DataError` for a prediction with NaN or infinity; if the rows it is for have such values, of those."""
+def require_finite_prediction(predictive: Predictive, rows: Outputs | None = None, first_row: int = 0) -> None:
+    """Raises `DataError` for a prediction with NaN or infinity; if the rows it is for have such values, of those, with
+    the number of the row counted from `first_row`."""
     fields = [*vars(predictive).values(), *vars(predictive.latent).values()]
     tensors = [part for part in fields if isinstance(part, Tensor)]
     if math.isfinite(sum(part.sum() for part in tensors)):  # a sum that overflows is looked at again
         return
     if not torch.stack([part.isfinite().all() for part in tensors]).all():
         if rows is not None:
-            rows.require_finite()
+            rows.require_finite(first_row)
         raise DataError("Expected finite predictions, got NaN or infinity: the inputs are too large. Scale them.")
 
 

@@ -34,17 +34,13 @@ class FlatAdam:
             for p, value, grad in zip(members, values.split(sizes), grads.split(sizes), strict=True):
                 p.data, p.grad = value.view(p.shape), grad.view(p.shape)
 
-    def clear(self) -> None:
-        """Sets the gradients to zero."""
-        for grad in self.grads:
-            grad.zero_()
-
     @torch.no_grad()
     def step(self, lr: float | Tensor) -> None:
         """Takes one step and clears the gradients; `lr` is a tensor () on the device where a CUDA graph is captured."""
         options = {**OPTIONS, "beta1": BETA1, "beta2": BETA2, "eps": EPS, "capturable": isinstance(lr, Tensor)}
         adam(self.values, self.grads, self.first, self.second, [], self.counts, lr=lr, **options)
-        self.clear()
+        for grad in self.grads:
+            grad.zero_()
 
     @property
     def state(self) -> list[Tensor]:

@@ -185,13 +185,11 @@ def train(
 def single_thread(wanted: bool = True) -> Iterator[None]:
     """Lets PyTorch compute with one thread inside, if `wanted`, as suits products of small matrices."""
     before = torch.get_num_threads()
-    if wanted:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1 if wanted else before)
     try:
         yield
     finally:
-        if wanted:
-            torch.set_num_threads(before)
+        torch.set_num_threads(before)
 
 
 class PlainSteps:
