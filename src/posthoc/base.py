@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -33,13 +32,15 @@ from posthoc.likelihoods.registry import make_likelihood
 from posthoc.likelihoods.temperature import best_inverse, log_likelihood
 from posthoc.predictive.base import Predictive, require_finite_prediction
 from posthoc.predictive.conformal import Conformal, Score
-from posthoc.training import Checkpoint
+from posthoc.training import Checkpoint, single_thread
 from posthoc.validation import integer, known_device
 
 CHUNK = 1024
 """The largest number of rows that are predicted at a time, or that the network is run on at a time."""
 MAX_DENSE_OUTPUTS = 32
 """Up to this number of outputs, predictions hold their covariance where draws of them need it."""
+FEW_ROWS = 16
+"""Up to so many rows are predicted by one thread."""
 TYPICAL_ROWS = 2**16
 """Rows from which units are computed, at most."""
 MOST_OUTPUTS = 2**21
@@ -193,9 +194,6 @@ class Method(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._likelihood.task}, {'fitted' if self.fitted else 'not fitted'})"
-
-    def _repr_html_(self) -> str:
-        return f"<code>{escape(repr(self))}</code>"
 
     @property
     def likelihood(self) -> Likelihood:
@@ -408,7 +406,8 @@ class Method(ABC):
                 checked = self._checked(outputs, self._rounding, width=self._given_width, targets=targets)
                 for start in range(0, len(checked), size):
                     rows = checked[start : start + size] if len(checked) > size else checked
-                    with torch.no_grad():  # not around the yield: the caller's code runs there
+                    # Not around the yield, where the caller's code runs. Threads would wait for each other.
+                    with torch.no_grad(), single_thread(len(rows) <= FEW_ROWS):
                         predictive = predict(rows.only(*reads).to(device or home))
                     predictive = predictive.to(home) if device not in (None, home) else predictive
                     require_finite_prediction(predictive, rows, seen + start)

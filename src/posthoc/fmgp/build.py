@@ -22,7 +22,7 @@ from posthoc.fmgp.selection import SELECTION, TEMPERATURE_SCALING, HeldOut, Vari
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import best_inverse
-from posthoc.training import History, Ranks, Source, Training, single_thread, train
+from posthoc.training import History, Ranks, Source, Training, train
 
 if TYPE_CHECKING:
     from posthoc.fmgp.estimator import FMGPConfig
@@ -33,8 +33,8 @@ RANK = 8
 """Default rank of B for more outputs."""
 START = 1.0
 """L starts at this multiple of the identity, as in the paper; at zero its gradient would be zero."""
-SMALL = 2e7
-"""Multiplications in a step's largest product, below which more threads cost more than they save."""
+SMALL, SMALL_BYTES = 2e7, 2**26
+"""Multiplications in a step's largest product, and bytes of outputs, below which one thread is enough."""
 WORK_PER_OUTPUT = 20
 """Work for each output of each point in a step, in multiplications."""
 LARGE_OUTPUTS = 2**30
@@ -61,6 +61,12 @@ class Trainer:
     training: Training
     candidate_training: Training
     fresh: FreshSource | None = None
+
+    def is_small(self, rows: Outputs) -> bool:
+        """Whether one thread fits to these rows as fast as several, which wait for each other on a busy machine."""
+        m, batch = self.config.num_inducing, self.training.batch_size
+        work = max(m * m * max(m, batch), WORK_PER_OUTPUT * batch * rows.outputs[0].numel())
+        return self.fresh is None and work < SMALL and rows.nbytes < SMALL_BYTES
 
     def fit(self, job: Job, form: VarianceForm) -> tuple[FittedFMGP, History]:
         """Builds a process of a form in the units of the data, and trains it with its likelihood. For temperature
@@ -142,9 +148,6 @@ def train_fitted(
         else:  # closed even after an error: a suspended generator would keep the network in eval mode
             source = FreshBatches(stack.enter_context(closing(fresh(view, likelihood))))
         ranks.share(list(fitted.buffers()))
-        m, batch = len(process.l_raw), training.batch_size
-        work = max(m * m * max(m, batch), WORK_PER_OUTPUT * batch * process.num_outputs)
-        stack.enter_context(single_thread(fresh is None and work < SMALL))
         return train(
             Objective(process, likelihood, alpha, job.num_data, kl_copies, form.prior, draws),
             [*process.parameters(), *likelihood.parameters()],

@@ -30,7 +30,7 @@ from posthoc.kernels.registry import kernel_from_file
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.learned_noise import MixtureNoise
-from posthoc.training import History, Ranks
+from posthoc.training import History, Ranks, single_thread
 from posthoc.validation import choice
 
 STEPS_PER_ROOT, MIN_STEPS, MAX_STEPS = 7.0, 200, 2000
@@ -41,9 +41,9 @@ DEFAULT_STEPS = 1000
 """Default number of steps of a classification."""
 DEFAULT_LR = {"classification": 0.01, "regression": 0.02}
 """Default learning rates by task."""
-RESIDUAL_FOLDS, MANY_RESIDUALS, MAX_RESIDUALS = 3, 30_000, 60_000
-"""The distribution of residuals is learned from this many folds; from this number of rows on, from residuals of the
-fitted rows themselves, and from no more than so many."""
+RESIDUAL_FOLDS, RESIDUAL_INDUCING, MANY_RESIDUALS, MAX_RESIDUALS = 3, 50, 30_000, 60_000
+"""The distribution of residuals is learned from this many folds, with at most so many inducing points; from the third
+number of rows on, from residuals of the fitted rows themselves, and from no more than the fourth."""
 
 
 def encode_points(inducing: Any) -> Any:
@@ -226,9 +226,14 @@ class FMGP(Method):
         rows, number = len(job.train), self.config.num_inducing
         if isinstance(self.config.inducing, str) and number > rows:
             warn(f"Asked for {number} inducing points but there are only {rows} data points: using {rows}.")
-        selection = select_form(job, self.config, self._likelihood, trainer)
-        if self._likelihood.task == "regression":
-            return self._train_regression(job, selection, trainer)
+        with single_thread(trainer.is_small(job.train)):
+            selection = select_form(job, self.config, self._likelihood, trainer)
+            if self._likelihood.task == "regression":
+                return self._train_regression(job, selection, trainer)
+            return self._train_selected(job, selection, trainer)
+
+    def _train_selected(self, job: Job, selection: Selection, trainer: Trainer) -> FittedFMGP:
+        """Trains the selected form on all rows, with the out-of-distribution variance if it is wanted."""
         fitted, self.history = trainer.fit(job, selection.form)
         strength = self.config.ood_strength if self.config.ood_strength is not None else selection.ood_strength
         if strength:
@@ -263,7 +268,8 @@ class FMGP(Method):
             return fitted
         parts = list(folds(job, job.train, RESIDUAL_FOLDS)) if rows < MANY_RESIDUALS else []
         learned = replace(trainer, likelihood=likelihood)
-        short = replace(learned, training=shortened(trainer.training, 2))
+        config = replace(self.config, num_inducing=min(self.config.num_inducing, RESIDUAL_INDUCING))
+        short = replace(learned, training=shortened(trainer.training, 2), config=config)
         fitted, self.history = learned.fit(job, selection.form)
         pairs = [(short.fit(part, selection.form)[0], unseen) for part, unseen in parts]
         pairs = pairs or [(fitted, job.train.spread(MAX_RESIDUALS))]

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Any, ClassVar, Self
 
 import torch
@@ -229,9 +228,6 @@ class Conformal:
 
     def __repr__(self) -> str:
         return f"Conformal({self.method!r}, {self.calibration.score!r}, points={len(self.calibration.scores)})"
-
-    def _repr_html_(self) -> str:
-        return f"<code>{escape(repr(self))}</code>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
