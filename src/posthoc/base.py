@@ -391,14 +391,15 @@ class Method(ABC):
             )
         one_batch = isinstance(data, Outputs) or (not targets and is_arrays(data))
         batches = [data] if one_batch else iterate(data, CHUNK)
-        predict, size, reads, device = self._predictor(fitted, covariance=covariance)
-        seen = 0
+        (predict, size, reads, device), seen = self._predictor(fitted, covariance=covariance), 0
         with ExitStack() as stack:
             if not isinstance(data, Outputs):
                 backbone, features, inputs = self._predicting_backbone(), "features" in reads, "inputs" in reads
                 reading = backbone.reading(features=features, inputs=inputs, targets=targets, width=self._given_width)
                 batches = stack.enter_context(reading)(batches)
             for outputs in batches:
+                if one_batch:
+                    stack.close()  # puts the network back, while a GPU still computes
                 if not len(outputs):
                     continue
                 require_same_columns(self._columns, outputs.named())

@@ -52,8 +52,7 @@ class Rounding(NamedTuple):
     @property
     def zero(self) -> float:
         """The largest probability that counts as 0."""
-        tiny = self.floor if self.floor <= torch.finfo(torch.float32).eps else 0.0
-        return RANGE_ERROR * self.unit if self.unit else tiny
+        return RANGE_ERROR * self.unit or (self.floor if self.floor <= torch.finfo(torch.float32).eps else 0.0)
 
     def sum_error(self, classes: int) -> float:
         """How far the sum of a row may deviate from 1."""

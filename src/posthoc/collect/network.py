@@ -285,14 +285,15 @@ class Backbone:
         return {name: part for name, part in self.module.named_modules() if name} if self.module is not None else {}
 
     def batches(self, raw_batches: Iterable[Any]) -> Iterator[Batch]:
-        """The batches of a loader, with their inputs as tensors where the network is; NaN and infinity are refused."""
+        """The batches of a loader, with their inputs as tensors where the network is; NaN and infinity are refused
+        on the CPU; on a GPU the outputs are tested."""
         device, dtype, rows = self.device, self.dtype, 0
         for raw in raw_batches:
             batch = read_batch(raw)
             home = device or next((tensor.device for tensor in tensors_of(batch)), torch.device("cpu"))
             batch = Batch(move(batch.args, home, dtype), move(batch.kwargs, home, dtype), batch.target)
             tensors = tensors_of(batch)
-            for tensor in tensors:
+            for tensor in (tensor for tensor in tensors if not tensor.is_cuda):
                 require_finite(tensor, "inputs", first_row=rows)
             rows += len(tensors[0]) if tensors and tensors[0].ndim else 0
             yield batch
@@ -361,10 +362,12 @@ class Reader:
         features = None
         with exclusive(self.backbone.module):
             outputs = in_rows(self._run(batch), batch, self.width)
-            require_finite(outputs, "outputs", first_row=self.rows)
             if self.features and len(outputs):
                 features = self.backbone.features_of(batch, self.captured, len(outputs)).detach()
-                require_finite(features, "features", first_row=self.rows)
+            # On a GPU each test would wait for the network: the outputs that are joined, and predictions, are tested.
+            for name, values in {"outputs": outputs, "features": features}.items():
+                if values is not None and not values.is_cuda:
+                    require_finite(values, name, first_row=self.rows)
         inputs = read_inputs(tensors_of(batch), len(outputs)) if self.inputs else None
         target = batch.target if self.targets else None
         targets = as_tensor(move(target, outputs.device)) if target is not None else None

@@ -226,11 +226,9 @@ class FMGP(Method):
         rows, number = len(job.train), self.config.num_inducing
         if isinstance(self.config.inducing, str) and number > rows:
             warn(f"Asked for {number} inducing points but there are only {rows} data points: using {rows}.")
+        train = self._train_regression if self._likelihood.task == "regression" else self._train_selected
         with single_thread(trainer.is_small(job.train)):
-            selection = select_form(job, self.config, self._likelihood, trainer)
-            if self._likelihood.task == "regression":
-                return self._train_regression(job, selection, trainer)
-            return self._train_selected(job, selection, trainer)
+            return train(job, select_form(job, self.config, self._likelihood, trainer), trainer)
 
     def _train_selected(self, job: Job, selection: Selection, trainer: Trainer) -> FittedFMGP:
         """Trains the selected form on all rows, with the out-of-distribution variance if it is wanted."""
