@@ -336,7 +336,9 @@ def test_a_process_that_is_killed_is_noticed():
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_a_process_ends_with_its_parent(tmp_path: Path, end: signal.Signals) -> None:
     os.mkfifo(tmp_path / "pipe")
-    imports = "from posthoc.cli.compare import in_fresh_process\nfrom tests.cases import hold_open\n"
+    # A shell may have started the tests with the signal ignored, as it starts jobs in the background.
+    imports = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    imports += "from posthoc.cli.compare import in_fresh_process\nfrom tests.cases import hold_open\n"
     code = f"if __name__ == '__main__': in_fresh_process(hold_open, {str(tmp_path / 'pipe')!r})"
     (tmp_path / "parent.py").write_text(imports + code)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent.parent)])}
