@@ -41,9 +41,9 @@ DEFAULT_STEPS = 1000
 """Default number of steps of a classification."""
 DEFAULT_LR = {"classification": 0.01, "regression": 0.02}
 """Default learning rates by task."""
-RESIDUAL_FOLDS, RESIDUAL_INDUCING, MANY_RESIDUALS, MAX_RESIDUALS = 3, 50, 30_000, 60_000
-"""The distribution of residuals is learned from this many folds, with at most so many inducing points; from the third
-number of rows on, from residuals of the fitted rows themselves, and from no more than the fourth."""
+RESIDUAL_FOLDS, MANY_RESIDUALS, MAX_RESIDUALS = 3, 30_000, 60_000
+"""The distribution of residuals is learned from this many folds; from this number of rows on, from residuals of the
+fitted rows themselves, and from no more than so many."""
 
 
 def encode_points(inducing: Any) -> Any:
@@ -266,8 +266,7 @@ class FMGP(Method):
             return fitted
         parts = list(folds(job, job.train, RESIDUAL_FOLDS)) if rows < MANY_RESIDUALS else []
         learned = replace(trainer, likelihood=likelihood)
-        config = replace(self.config, num_inducing=min(self.config.num_inducing, RESIDUAL_INDUCING))
-        short = replace(learned, training=shortened(trainer.training, 2), config=config)
+        short = replace(learned, training=shortened(trainer.training, 2))
         fitted, self.history = learned.fit(job, selection.form)
         pairs = [(short.fit(part, selection.form)[0], unseen) for part, unseen in parts]
         pairs = pairs or [(fitted, job.train.spread(MAX_RESIDUALS))]
