@@ -254,7 +254,8 @@ class Method(ABC):
             raise OptionError(f"{self.name} is not fitted in steps and keeps no checkpoints: leave checkpoint out.")
         place = Checkpoint(checkpoint, every=checkpoint_every, resume=resume) if checkpoint is not None else None
         data = with_targets(data, targets)
-        names = column_names(data[0] if isinstance(data, tuple) and data else data)
+        table = data[0] if isinstance(data, tuple) and data else data
+        names = column_names(table) if hasattr(table, "columns") else None
         data, val = self._read(data), self._read(val) if val is not None else None
         if augment is not None:
             data = Augmented(data, augment)
@@ -380,7 +381,8 @@ class Method(ABC):
         self, data: Any, *, covariance: bool = False, targets: bool = False
     ) -> Generator[tuple[Predictive, Outputs]]:
         """Predictions, and the rows that they are for."""
-        names = column_names(data[0] if isinstance(data, tuple) and data else data)
+        table = data[0] if isinstance(data, tuple) and data else data
+        names = column_names(table) if hasattr(table, "columns") else None
         fitted, data = self._require_fitted("predict"), self._read(data, once=True)
         if names and not isinstance(data, Outputs):
             require_same_columns(self._columns, {"inputs": names})

@@ -33,8 +33,8 @@ RANK = 8
 """Default rank of B for more outputs."""
 START = 1.0
 """L starts at this multiple of the identity, as in the paper; at zero its gradient would be zero."""
-SMALL, SMALL_BYTES = 2e7, 2**26
-"""Multiplications in a step's largest product, and bytes of outputs, below which one thread is enough."""
+SMALL, SMALL_OUTPUTS = 2e7, 2**23
+"""Multiplications in a step's largest product, and outputs of the network, below which one thread is enough."""
 WORK_PER_OUTPUT = 20
 """Work for each output of each point in a step, in multiplications."""
 LARGE_OUTPUTS = 2**30
@@ -66,7 +66,7 @@ class Trainer:
         """Whether one thread fits to these rows as fast as several, which wait for each other on a busy machine."""
         m, batch = self.config.num_inducing, self.training.batch_size
         work = max(m * m * max(m, batch), WORK_PER_OUTPUT * batch * rows.outputs[0].numel())
-        return self.fresh is None and work < SMALL and rows.nbytes < SMALL_BYTES
+        return self.fresh is None and work < SMALL and rows.outputs.numel() < SMALL_OUTPUTS
 
     def fit(self, job: Job, form: VarianceForm) -> tuple[FittedFMGP, History]:
         """Builds a process of a form in the units of the data, and trains it with its likelihood. For temperature

@@ -218,7 +218,8 @@ class FMGP(Method):
 
     def _fit(self, job: Job) -> FittedFMGP:
         """Selects a form of the variance, trains it on all rows, and corrects its confidence."""
-        trainer, alone = self._trainer(job), Ranks().alone
+        trainer = self._trainer(job)
+        small, alone = trainer.is_small(job.train), Ranks().alone
         if trainer.fresh is not None and (job.checkpoint is not None or not alone):
             raise OptionError("Checkpoints and several processes need the outputs cached: leave cache=True.")
         if self._likelihood.draws and not alone:
@@ -226,19 +227,17 @@ class FMGP(Method):
         rows, number = len(job.train), self.config.num_inducing
         if isinstance(self.config.inducing, str) and number > rows:
             warn(f"Asked for {number} inducing points but there are only {rows} data points: using {rows}.")
-        train = self._train_regression if self._likelihood.task == "regression" else self._train_selected
-        with single_thread(trainer.is_small(job.train)):
-            return train(job, select_form(job, self.config, self._likelihood, trainer), trainer)
-
-    def _train_selected(self, job: Job, selection: Selection, trainer: Trainer) -> FittedFMGP:
-        """Trains the selected form on all rows, with the out-of-distribution variance if it is wanted."""
-        fitted, self.history = trainer.fit(job, selection.form)
-        strength = self.config.ood_strength if self.config.ood_strength is not None else selection.ood_strength
-        if strength:
-            fitted.add_ood_variance(job.train, strength, selection.form.ood_exponent)
-            Ranks().share(list(fitted.buffers()))
-        fitted.selection = replace(selection, ood_strength=strength if fitted.ood is not None else 0.0)
-        return fitted
+        with single_thread(small):
+            selection = select_form(job, self.config, self._likelihood, trainer)
+            if self._likelihood.task == "regression":
+                return self._train_regression(job, selection, trainer)
+            fitted, self.history = trainer.fit(job, selection.form)
+            strength = self.config.ood_strength if self.config.ood_strength is not None else selection.ood_strength
+            if strength:
+                fitted.add_ood_variance(job.train, strength, selection.form.ood_exponent)
+                Ranks().share(list(fitted.buffers()))
+            fitted.selection = replace(selection, ood_strength=strength if fitted.ood is not None else 0.0)
+            return fitted
 
     def _trainer(self, job: Job) -> Trainer:
         """What trains processes on this job, with all options resolved."""
