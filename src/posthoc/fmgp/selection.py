@@ -241,8 +241,6 @@ def compare(
             log_p = Recalibration.of(log_p, y, bends=(0.0,)).log_probs(log_p)
             scores[form] = score_of(form, log_p, scaled, y)
         remaining = [form for form in remaining if scores[form].significance > SELECTION.hopeless]
-        if not remaining:
-            break
     scores[baseline] = score_of(baseline, scaled, scaled, y)
     return verdict(held_out, scores, baseline, remaining, y)
 
