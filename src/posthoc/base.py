@@ -40,7 +40,7 @@ CHUNK = 1024
 MAX_DENSE_OUTPUTS = 32
 """Up to this number of outputs, predictions hold their covariance where draws of them need it."""
 FEW_ROWS = 16
-"""Up to so many rows are predicted by one thread."""
+"""Predictions of at most this many rows use one thread."""
 TYPICAL_ROWS = 2**16
 """Rows from which units are computed, at most."""
 MOST_OUTPUTS = 2**21
@@ -254,8 +254,7 @@ class Method(ABC):
             raise OptionError(f"{self.name} is not fitted in steps and keeps no checkpoints: leave checkpoint out.")
         place = Checkpoint(checkpoint, every=checkpoint_every, resume=resume) if checkpoint is not None else None
         data = with_targets(data, targets)
-        table = data[0] if isinstance(data, tuple) and data else data
-        names = column_names(table) if hasattr(table, "columns") else None
+        names = table_names(data)
         data, val = self._read(data), self._read(val) if val is not None else None
         if augment is not None:
             data = Augmented(data, augment)
@@ -381,8 +380,7 @@ class Method(ABC):
         self, data: Any, *, covariance: bool = False, targets: bool = False
     ) -> Generator[tuple[Predictive, Outputs]]:
         """Predictions, and the rows that they are for."""
-        table = data[0] if isinstance(data, tuple) and data else data
-        names = column_names(table) if hasattr(table, "columns") else None
+        names = table_names(data)
         fitted, data = self._require_fitted("predict"), self._read(data, once=True)
         if names and not isinstance(data, Outputs):
             require_same_columns(self._columns, {"inputs": names})
@@ -409,7 +407,7 @@ class Method(ABC):
                 checked = self._checked(outputs, self._rounding, width=self._given_width, targets=targets)
                 for start in range(0, len(checked), size):
                     rows = checked[start : start + size] if len(checked) > size else checked
-                    # Not around the yield, where the caller's code runs. Threads would wait for each other.
+                    # These contexts do not include the yield, because the caller's code runs there.
                     with torch.no_grad(), single_thread(len(rows) <= FEW_ROWS):
                         predictive = predict(rows.only(*reads).to(device or home))
                     predictive = predictive.to(home) if device not in (None, home) else predictive
@@ -612,6 +610,12 @@ def require_width(outputs: Tensor, width: tuple[int, ...], *, one_score: bool) -
     if found != width and not (one_score and math.prod(found) == math.prod(width) == 1):
         hint = "; a single point must be a batch of one, x[None]" if outputs.shape == width else ""
         raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}{hint}.")
+
+
+def table_names(data: Any) -> tuple[str, ...] | None:
+    """The names of the columns of inputs that are a table, alone or in a pair with their targets."""
+    table = data[0] if isinstance(data, tuple) and data else data
+    return column_names(table) if hasattr(table, "columns") else None
 
 
 def with_targets(data: Any, targets: Any) -> Any:

@@ -90,8 +90,10 @@ def find_rounding(outputs: Tensor, kind: str, loss: Callable[[Tensor], float] | 
 
     If all values lie on a grid (two decimals, or tenths of a forest of ten trees), a 0 stands for half its unit;
     otherwise for half of the smallest positive value. With fewer than ten values strictly between 0 and 1 neither is
-    known, and a 0 stands for the machine epsilon. So does it, with all that is smaller, if `loss` is less then:
-    probabilities near the smallest number there is (of naive Bayes, say) are too extreme to be calibrated.
+    known, and a 0 stands for the machine epsilon.
+
+    Probabilities that are not rounded may underflow, as those of naive Bayes do. If the loss is lower when all
+    probabilities below the machine epsilon are raised to it, a 0 stands for the machine epsilon as well.
 
     Args:
         outputs: As in `as_logits`. Of logits nothing is derived.

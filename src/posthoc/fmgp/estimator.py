@@ -73,9 +73,7 @@ class FMGPConfig(ScoreConfig, FeatureConfig, TrainingConfig):
     kernel: Any = option(None, encode=methodcaller("recipe"), decode=kernel_from_file, on_load=True)
     variance: Literal["auto", "per_output", "shared", "separable"] = "auto"
     inducing: Any = option("kmeans", encode=encode_points, decode=decode_points)
-    inducing_classes: Any = option(
-        None, encode=lambda given: given if given is None else torch.as_tensor(given).tolist()
-    )
+    inducing_classes: Any = option(None, encode=encode_classes)
     num_inducing: int = option(100, least=1)
     alpha: float = option(1.0, least=0.0, most=1.0)
     standardize: bool = True

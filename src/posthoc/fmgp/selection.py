@@ -53,8 +53,8 @@ class SelectionConfig:
     """Weights of the prior that holds B near the identity; few rows per class need more of it."""
     significance: float = 2.0
     """Standard errors that make a difference clear."""
-    hopeless: float = -0.5
-    """Standard errors of a form's gain, on the folds so far, at which it is not tried on further folds."""
+    futility: float = -0.5
+    """A form whose gain on the folds so far is at most this many standard errors is not tried on further folds."""
     calibration_slack: float = 0.005
     """Calibration error above temperature scaling's that costs nothing."""
     calibration_price: float = 20.0
@@ -105,7 +105,7 @@ class CandidateScore:
         log_prob: Mean log-probability of the targets in nats, after recalibration of the confidence.
         gain: By how much that exceeds temperature scaling's on the same rows.
         standard_error: Standard error of the gain.
-        rows: Number of held-out rows. A candidate without hope is not tried on further folds.
+        rows: Number of held-out rows. A candidate that was dropped after a fold has fewer.
     """
 
     form: VarianceForm
@@ -234,13 +234,13 @@ def compare(
         scaled = held_out[baseline][0.0]
         targets.append(unseen.targets.long().to(scaled.device))  # rows may stay on the host
         y = torch.cat(targets)
-        # Forms that are hardly going to be clearly better than temperature scaling are dropped. The others are not
+        # Forms that are unlikely to become clearly better than temperature scaling are dropped. The others are not
         # compared with each other: one fold does not show which of them is better calibrated.
         for form in remaining:
             log_p = held_out[form][0.0]
             log_p = Recalibration.of(log_p, y, bends=(0.0,)).log_probs(log_p)
             scores[form] = score_of(form, log_p, scaled, y)
-        remaining = [form for form in remaining if scores[form].significance > SELECTION.hopeless]
+        remaining = [form for form in remaining if scores[form].significance > SELECTION.futility]
     scores[baseline] = score_of(baseline, scaled, scaled, y)
     return verdict(held_out, scores, baseline, remaining, y)
 
