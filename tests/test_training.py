@@ -277,3 +277,21 @@ def test_the_number_of_threads_is_put_back_after_an_error(error: type[BaseExcept
         assert (seen, torch.get_num_threads()) == ([1], 2)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("rows", "threads"), [(2, 1), (N, 2)])
+def test_a_few_rows_are_predicted_by_one_thread(rows: int, threads: int, monkeypatch: Any) -> None:
+    method, before, seen = fitted(), torch.get_num_threads(), []
+    plain = type(method.head).predictive
+
+    def predictive(*args: Any, **options: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return plain(*args, **options)
+
+    monkeypatch.setattr(type(method.head), "predictive", predictive)
+    torch.set_num_threads(2)
+    try:
+        method.predict(inputs()[:rows])
+        assert (seen, torch.get_num_threads()) == ([threads], 2)
+    finally:
+        torch.set_num_threads(before)
