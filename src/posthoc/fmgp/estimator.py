@@ -35,7 +35,11 @@ from posthoc.validation import choice
 
 STEPS_PER_ROOT, MIN_STEPS, MAX_STEPS = 7.0, 200, 2000
 """By default a regression is trained for 7 √N steps, within these limits (docs/ablation.md)."""
-OF_ONE_TASK = {"residuals": ("regression", "learned"), "ood_strength": ("classification", None)}
+OF_ONE_TASK = {
+    "residuals": ("regression", "learned"),
+    "ood_strength": ("classification", None),
+    "mean": ("classification", "fixed"),
+}
 """Options that do nothing for other tasks, with the task and the default."""
 DEFAULT_STEPS = 1000
 """Default number of steps of a classification."""
@@ -71,6 +75,7 @@ class FMGPConfig(ScoreConfig, FeatureConfig, TrainingConfig):
     """Options of `FMGP`, which describes them."""
 
     kernel: Any = option(None, encode=methodcaller("recipe"), decode=kernel_from_file, on_load=True)
+    mean: Literal["fixed", "calibrated", "network"] = "fixed"
     variance: Literal["auto", "per_output", "shared", "separable"] = "auto"
     inducing: Any = option("kmeans", encode=encode_points, decode=decode_points)
     inducing_classes: Any = option(None, encode=encode_classes)
@@ -127,6 +132,10 @@ class FMGP(Method):
         model: An `nn.Module`, a callable that returns a tensor, or None to work from `Outputs` alone.
         likelihood: "regression", "classification", or a `Gaussian` or `Categorical` with options of its own.
         kernel: Kernel over the inputs, the features or both: one of `posthoc.kernels` or of GPyTorch. Default: `RBF()`.
+        mean: What may become of a classifier's mean prediction where its probabilities are biased. "fixed": the
+            predicted class stays the network's, the other probabilities may be corrected. "calibrated": the predicted
+            class may change too. "network": nothing is corrected but the confidence. Corrections are learned on
+            held-out rows, with `variance="auto"`; `pred.latent.mean` is the network's output in any case.
         variance: The covariance among the outputs at a point. "shared": v(x) I. "separable": v(x) B, with B learned.
             "per_output": B, and inducing points that belong to outputs (the paper's). "auto": "per_output" for
             regression; for classification the form with the best log-probability on held-out rows, or temperature
@@ -230,11 +239,14 @@ class FMGP(Method):
             if self._likelihood.task == "regression":
                 return self._train_regression(job, selection, trainer)
             fitted, self.history = trainer.fit(job, selection.form)
+            fitted.correction = selection.fitted_correction
+            fitted.fixed = self.config.mean != "calibrated"
             strength = self.config.ood_strength if self.config.ood_strength is not None else selection.ood_strength
             if strength:
                 fitted.add_ood_variance(job.train, strength, selection.form.ood_exponent)
                 Ranks().share(list(fitted.buffers()))
-            fitted.selection = replace(selection, ood_strength=strength if fitted.ood is not None else 0.0)
+            strength = strength if fitted.ood is not None else 0.0
+            fitted.selection = replace(selection, ood_strength=strength, fitted_correction=None)
             return fitted
 
     def _trainer(self, job: Job) -> Trainer:

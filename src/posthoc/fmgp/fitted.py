@@ -21,6 +21,7 @@ from posthoc.fmgp.selection import Selection, VarianceForm
 from posthoc.kernels import Kernel
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
+from posthoc.likelihoods.mean_correction import CorrectionForm, MeanCorrection, corrected
 from posthoc.numerics import rows_that_fit
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.classification import ClassificationPredictive
@@ -53,6 +54,8 @@ class FittedFMGP(Fitted):
     ) -> None:
         super().__init__(likelihood)
         self.process, self.coordinates, self.ood = process, coordinates, ood
+        self.correction: MeanCorrection | None = None
+        self.fixed = True
         self.selection = Selection(VarianceForm("per_output"), "the only form")
 
     @property
@@ -85,7 +88,8 @@ class FittedFMGP(Fitted):
             scale = self.ood.logit_scale(distance) if self.ood.exponent else None
             latent = Widened(latent, extra)
         pred = self.likelihood.predictive(outputs.outputs, latent, covariance=covariance, logit_scale=scale)
-        return self.selection.recalibration(pred)
+        pred = self.selection.recalibration(pred)
+        return pred if self.correction is None else corrected(pred, self.correction, fixed=self.fixed)
 
     def latent(self, outputs: Outputs) -> Latent:
         """The latent Gaussian at some rows, without out-of-distribution variance."""
@@ -154,6 +158,8 @@ class FittedFMGP(Fitted):
             "ood": [*self.ood.basis.shape, self.ood.exponent] if self.ood is not None else None,
             "normals": getattr(self.likelihood, "normals", None),
             "has_variance": self.process is not None,
+            "correction": list(self.correction.form) if self.correction is not None else None,
+            "fixed": self.fixed,
         }
         if self.process is None:
             return shapes
@@ -171,6 +177,16 @@ class FittedFMGP(Fitted):
     @classmethod
     def blank(cls, shapes: Mapping[str, Any], kernel: Kernel, likelihood: Likelihood, num_outputs: int) -> Self:
         """An object with tensors of these shapes, to load values into."""
+        fitted = cls._blank_process(shapes, kernel, likelihood, num_outputs)
+        fitted.fixed = bool(shapes["fixed"])
+        if shapes["correction"] is not None:
+            fitted.correction = MeanCorrection(CorrectionForm(*shapes["correction"]), num_outputs)
+        return fitted
+
+    @classmethod
+    def _blank_process(
+        cls, shapes: Mapping[str, Any], kernel: Kernel, likelihood: Likelihood, num_outputs: int
+    ) -> Self:
         ood = None
         if shapes["ood"] is not None:
             width, directions, exponent = shapes["ood"]

@@ -1,14 +1,14 @@
 """Selection of the form of a classifier's variance, by the log-probability of held-out rows.
 
 `select_form` is the whole of it, in the order of this file: the forms that are candidates, the folds they are trained
-and scored on, the verdict, and the corrections of the winner's confidence. Temperature scaling is always a candidate,
-and another form has to be clearly better than it.
+and scored on, the corrections of the mean, and the verdict. Temperature scaling is always a candidate, and another form
+or correction has to be clearly better than it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -19,7 +19,9 @@ from posthoc.collect.augmentation import Augmented
 from posthoc.collect.outputs import Outputs
 from posthoc.fmgp.ood import best_exponent
 from posthoc.likelihoods.base import Likelihood
+from posthoc.likelihoods.mean_correction import CorrectionForm, MeanCorrection, keep_class
 from posthoc.likelihoods.recalibration import NONE, Recalibration
+from posthoc.numerics import rows_that_fit
 from posthoc.predictive.calibration_error import expected_calibration_error
 from posthoc.training import Ranks
 
@@ -34,7 +36,9 @@ class SelectionConfig:
     docs/ablation.md ("The form of the covariance V(x)", "Correcting confidence from rows held out")."""
 
     min_rows: int = 200
-    """With fewer rows the forms are not compared."""
+    """With fewer rows no process is tried,"""
+    min_corrected_rows: int = 50
+    """and with fewer than these no correction of the mean."""
     folds: int = 3
     """Number of folds."""
     enough_rows: int = 10_000
@@ -59,6 +63,22 @@ class SelectionConfig:
     """Calibration error above temperature scaling's that costs nothing."""
     calibration_price: float = 20.0
     """Price of further calibration error: 0.005 more of it has to save a tenth of the loss."""
+    corrections: tuple[CorrectionForm, ...] = (
+        CorrectionForm(),
+        CorrectionForm(10.0),
+        CorrectionForm(1.0),
+        CorrectionForm(10.0, 100.0),
+        CorrectionForm(1.0, 10.0),
+        CorrectionForm(1.0, 1.0),
+    )
+    """Corrections of the mean, from the simplest on. A weaker penalty is not tried where the last one did not help."""
+    correction_folds: int = 3
+    """Number of folds of the held-out rows on which corrections are compared."""
+    process_advantage: float = 0.01
+    """Share of the loss by which a correction that reads the network's logits has to be better than one that reads the
+    process alone, which is less certain far from the data."""
+    max_matrix: int = 150
+    """With more classes no matrix is tried."""
     ood_strength: float = 1.0
     """Strength of the out-of-distribution variance that is tried; fitted rows cannot show which strength is best."""
     ood_price: float = 0.003
@@ -132,6 +152,8 @@ class Selection:
         rows: Number of held-out rows; 0 where nothing was compared.
         candidates: Scores of all candidates, temperature scaling first.
         residuals: For a regression, the distribution of its residuals and why.
+        correction: The form of the correction of the mean, if there is one.
+        fitted_correction: That correction, while the fit goes on; then `FittedFMGP` holds it.
     """
 
     form: VarianceForm
@@ -141,9 +163,12 @@ class Selection:
     rows: int = 0
     candidates: tuple[CandidateScore, ...] = ()
     residuals: str | None = None
+    correction: CorrectionForm | None = None
+    fitted_correction: MeanCorrection | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
-        return f"{self.form}: {self.reason}" + (f"; {self.residuals}" if self.residuals else "")
+        form = f"{self.form}, {self.correction}" if self.correction is not None else str(self.form)
+        return f"{form}: {self.reason}" + (f"; {self.residuals}" if self.residuals else "")
 
     @property
     def gain(self) -> float:
@@ -161,7 +186,9 @@ class Selection:
         scores = [{**score, "form": VarianceForm(**score["form"])} for score in saved["candidates"]]
         form, candidates = VarianceForm(**saved["form"]), tuple(CandidateScore(**score) for score in scores)
         recalibration = Recalibration(*map(float, saved["recalibration"]))
-        return cls(**{**saved, "form": form, "recalibration": recalibration, "candidates": candidates})
+        correction = CorrectionForm(*saved["correction"]) if saved["correction"] is not None else None
+        known = {"form": form, "recalibration": recalibration, "candidates": candidates, "correction": correction}
+        return cls(**{**saved, **known})
 
 
 HeldOut = dict[float, Tensor]
@@ -187,17 +214,19 @@ def select_form(job: Job, config: FMGPConfig, likelihood: Likelihood, trainer: T
         form = VarianceForm("per_output") if few else VarianceForm("shared", config.kl or "copies")
         return Selection(form, "the default for this likelihood")
     cautious = replace(CAUTIOUS, kl=config.kl or CAUTIOUS.kl)
-    if rows < SELECTION.min_rows:
-        return Selection(cautious, f"{rows:,} rows are too few to compare forms")
     labels = job.train.targets
     if labels is not None and int(labels.min()) == int(labels.max()):
         return Selection(cautious, "one class alone is no basis to compare forms")
-    augmented = isinstance(job.data, Augmented)
+    augmented, mean = isinstance(job.data, Augmented), config.mean
+    if rows < SELECTION.min_rows:
+        if mean == "network" or augmented:
+            return Selection(cautious, f"{rows:,} rows are too few to compare forms")
+        return compare(job, [], trainer.fit_and_score, mean)
     learns_exponent = config.ood_strength is None and not augmented
     exponent = Ranks().agree(best_exponent(job.train)) if learns_exponent else 0.0
     forms = [CAUTIOUS] if augmented else candidates(rows, num_outputs)
     forms = [replace(form, kl=config.kl or form.kl, ood_exponent=exponent) for form in forms]
-    selection = compare(job, forms, trainer.fit_and_score)
+    selection = compare(job, forms, trainer.fit_and_score, "network" if augmented else mean)
     # Corrections learned from augmented images do not hold for plain ones.
     return replace(selection, recalibration=NONE, ood_strength=0.0) if augmented else selection
 
@@ -212,7 +241,10 @@ def candidates(rows: int, num_outputs: int) -> list[VarianceForm]:
 
 
 def compare(
-    job: Job, forms: list[VarianceForm], fit_and_score: Callable[[Job, VarianceForm, Outputs], HeldOut]
+    job: Job,
+    forms: list[VarianceForm],
+    fit_and_score: Callable[[Job, VarianceForm, Outputs], HeldOut],
+    mean: str = "network",
 ) -> Selection:
     """The best of some forms and temperature scaling, on rows that they were not trained on.
 
@@ -220,11 +252,12 @@ def compare(
         job: The data of the fit.
         forms: The candidates.
         fit_and_score: Trains a form on a job and scores rows that are not in it.
+        mean: What may become of the mean: see `FMGP`.
     """
     baseline = replace(TEMPERATURE_SCALING, ood_exponent=forms[0].ood_exponent if forms else 0.0)
     held_out: dict[VarianceForm, HeldOut] = {form: {} for form in (baseline, *forms)}
     scores: dict[VarianceForm, CandidateScore] = {}
-    remaining, targets = list(forms), list[Tensor]()
+    remaining, targets, outputs = list(forms), list[Tensor](), list[Tensor]()
     for part, unseen in held_out_parts(job):
         for form in [*remaining, baseline]:
             for strength, log_p in fit_and_score(part, form, unseen).items():
@@ -233,6 +266,7 @@ def compare(
         assert unseen.targets is not None
         scaled = held_out[baseline][0.0]
         targets.append(unseen.targets.long().to(scaled.device))  # rows may stay on the host
+        outputs.append(unseen.outputs.to(scaled))
         y = torch.cat(targets)
         # Forms that are unlikely to become clearly better than temperature scaling are dropped. The others are not
         # compared with each other: one fold does not show which of them is better calibrated.
@@ -241,8 +275,14 @@ def compare(
             log_p = Recalibration.of(log_p, y, bends=(0.0,)).log_probs(log_p)
             scores[form] = score_of(form, log_p, scaled, y)
         remaining = [form for form in remaining if scores[form].significance > SELECTION.futility]
+        remaining = sorted(remaining, key=lambda form: -scores[form].gain)[:1] if mean != "network" else remaining
     scores[baseline] = score_of(baseline, scaled, scaled, y)
-    return verdict(held_out, scores, baseline, remaining, y)
+    plain = verdict(held_out, scores, baseline, remaining, y)
+    plain = with_ood(plain, held_out[plain.form], y, max_loss=float(losses(scaled, y).mean()))
+    if mean == "network" or len(y) < SELECTION.min_corrected_rows:
+        return plain
+    rows = HeldOutRows(torch.cat(outputs), y, scaled, fixed=mean == "fixed")
+    return with_correction(plain, held_out, remaining, rows)
 
 
 def held_out_parts(job: Job) -> Iterator[tuple[Job, Outputs]]:
@@ -266,13 +306,26 @@ def held_out_rows(rows: Outputs) -> int:
 
 def folds(job: Job, rows: Outputs, count: int, max_held_out: int | None = None) -> Iterator[tuple[Job, Outputs]]:
     """Splits rows into folds; for each, the job of fitting to the other rows, and the rows of the fold."""
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).to(rows.outputs.device)
-    for fold in order.tensor_split(count):
-        held_out = fold[:max_held_out]
+    order = content_order(rows.outputs)
+    if rows.targets is not None and not rows.targets.is_floating_point():
+        order = order[rows.targets[order].argsort(stable=True)]  # each fold has its share of every class
+    for k in range(count):
+        held_out = order[k::count]
+        if max_held_out is not None and len(held_out) > max_held_out:
+            held_out = held_out[torch.arange(max_held_out, device=order.device) * len(held_out) // max_held_out]
         others = torch.ones(len(rows), dtype=torch.bool, device=order.device).index_fill(0, held_out, False)
         train = rows[others.nonzero().squeeze(-1)]
         num_data = max(1, round(job.num_data * len(train) / len(job.train)))
         yield replace(job, train=train, num_data=num_data, data=train, checkpoint=None), rows[held_out]
+
+
+def content_order(outputs: Tensor, seed: int = 0) -> Tensor:  # (N,)
+    """An order of rows that depends on their outputs alone, and not on the order in which they come."""
+    flat = outputs.flatten(1) if outputs.ndim > 1 else outputs[:, None]
+    direction = torch.randn(flat.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    size = rows_that_fit(flat.shape[1])
+    keys = [flat[start : start + size].double() @ direction.to(flat.device) for start in range(0, len(flat), size)]
+    return torch.cat(keys).argsort(stable=True)
 
 
 def verdict(
@@ -292,21 +345,102 @@ def verdict(
         y: The classes (N,) of the held-out rows.
     """
     scaled = held_out[baseline][0.0]
-    base = losses(scaled, y).mean()
     best, least = Selection(baseline, "nothing was clearly better"), 1.0
     for form in forms:
         correction = Recalibration.of(held_out[form][0.0], y)
         log_p = correction.log_probs(held_out[form][0.0])
         scores[form] = score = score_of(form, log_p, scaled, y)
-        # The price of being worse calibrated than temperature scaling, as a share of its loss.
-        excess = calibration_error(log_p, y) - calibration_error(scaled, y) - SELECTION.calibration_slack
-        loss = float(losses(log_p, y).mean() / base) + SELECTION.calibration_price * max(0.0, excess)
+        loss = priced_loss(log_p, scaled, y)
         if score.significance > SELECTION.significance and loss < least:
             best = Selection(form, f"{score.gain:.3f} nats a row better than temperature scaling", correction)
             least = loss
     reason = f"{best.reason} on {len(y):,} held-out rows"
-    best = replace(best, reason=reason, rows=len(y), candidates=tuple(scores[form] for form in held_out))
-    return with_ood(best, held_out[best.form], y, max_loss=float(base))
+    return replace(best, reason=reason, rows=len(y), candidates=tuple(scores[form] for form in held_out))
+
+
+def priced_loss(log_p: Tensor, scaled: Tensor, y: Tensor) -> float:
+    """The loss of log-probabilities as a share of temperature scaling's, with a price for worse calibration."""
+    excess = calibration_error(log_p, y) - calibration_error(scaled, y) - SELECTION.calibration_slack
+    share = float(losses(log_p, y).mean() / losses(scaled, y).mean())
+    return share + SELECTION.calibration_price * max(0.0, excess)
+
+
+@dataclass(frozen=True)
+class HeldOutRows:
+    """Rows on which corrections of the mean are compared.
+
+    Args:
+        outputs: The network's logits (N, C).
+        y: The classes (N,).
+        scaled: Log-probabilities (N, C) by temperature scaling.
+        fixed: Whether the network's class has to stay.
+    """
+
+    outputs: Tensor
+    y: Tensor
+    scaled: Tensor
+    fixed: bool
+
+    def constrained(self, log_p: Tensor) -> Tensor:
+        """The log-probabilities as they would be predicted."""
+        return keep_class(log_p, self.outputs.argmax(-1)) if self.fixed else log_p
+
+    def cross_fitted(self, form: CorrectionForm, log_p: Tensor, start: Sequence[Tensor] | None) -> Tensor:
+        """Log-probabilities (N, C) by corrections that were each fitted to other rows."""
+        order = content_order(self.outputs, seed=1)
+        order = order[self.y[order].argsort(stable=True)]
+        found = torch.empty_like(log_p, dtype=torch.float64)
+        for k in range(SELECTION.correction_folds):
+            inside = torch.zeros(len(order), dtype=torch.bool, device=order.device)
+            inside[order[k :: SELECTION.correction_folds]] = True
+            correction = MeanCorrection.fit(form, log_p[~inside], self.outputs[~inside], self.y[~inside], start)
+            found[inside] = correction(log_p[inside], self.outputs[inside])
+        return found
+
+
+def with_correction(
+    plain: Selection, held_out: dict[VarianceForm, HeldOut], processes: list[VarianceForm], rows: HeldOutRows
+) -> Selection:
+    """The selection with the correction of the mean that is best on other rows, or `plain` if none is clearly better.
+
+    Args:
+        plain: The best form without a correction.
+        held_out: Log-probabilities of all candidates.
+        processes: The candidates with a variance that were not dropped.
+        rows: The rows that these log-probabilities are of.
+    """
+    y, scaled = rows.y, rows.scaled
+    simple = plain.form.variance == TEMPERATURE_SCALING.variance
+    best, least = plain, priced_loss(plain.recalibration.log_probs(held_out[plain.form][plain.ood_strength]), scaled, y)
+    least += SELECTION.process_advantage * simple
+    forms = [form for form in SELECTION.corrections if form.matrix_ridge is None or scaled.shape[1] <= SELECTION.max_matrix]
+
+    def attempts(variance: VarianceForm, terms: str, forms: Sequence[CorrectionForm]) -> dict[CorrectionForm, float]:
+        """Tries corrections, from the simplest on, and returns their losses."""
+        nonlocal best, least
+        log_p = held_out[variance][plain.ood_strength if variance == plain.form else 0.0]
+        found: dict[CorrectionForm, float] = {}
+        start = None
+        for form in forms:
+            fitted = MeanCorrection.fit(form := form._replace(terms=terms), log_p, rows.outputs, y, start)
+            start = fitted.parameters_of_fit
+            cross_fitted = rows.constrained(rows.cross_fitted(form, log_p, start))
+            score, loss = score_of(variance, cross_fitted, scaled, y), priced_loss(cross_fitted, scaled, y)
+            found[form] = loss = loss + SELECTION.process_advantage * (terms != "process")
+            if score.significance > SELECTION.significance and loss < least:
+                reason = f"{score.gain:.3f} nats a row better than temperature scaling on {len(y):,} held-out rows"
+                best = replace(plain, form=variance, reason=reason, recalibration=NONE, correction=form)
+                best, least = replace(best, fitted_correction=fitted), loss
+            if list(found.values()).index(min(found.values())) < len(found) - 2:
+                break  # two in a row that are no better
+        return found
+
+    found = attempts(plain.form, "network" if simple else "process", forms)
+    # Those that read both are tried near the best of the others.
+    near = min(range(len(found)), key=list(found.values()).__getitem__)
+    for process in processes if simple else [plain.form]:
+        attempts(process, "both", forms[near : near + 2])
+    return best
 
 
 def with_ood(plain: Selection, held_out: HeldOut, y: Tensor, max_loss: float) -> Selection:

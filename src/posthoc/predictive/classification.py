@@ -28,6 +28,8 @@ class ClassificationPredictive(Predictive):
         log_probs: The logarithms of the class probabilities, (N, C).
         temperature: What logits are divided by, () or (N, 1).
         keeps_argmax: Whether the predicted class is always that of the largest mean logit.
+        network_log_prob: The log-probability of the class of the largest mean logit, (N,), before any constraint on the
+            predicted class; None where there is none.
 
     Example:
         >>> from posthoc.predictive.base import LatentGaussian
@@ -43,6 +45,7 @@ class ClassificationPredictive(Predictive):
     log_probs: Tensor
     temperature: Tensor
     keeps_argmax: bool = True
+    network_log_prob: Tensor | None = None
 
     task: ClassVar[str] = "classification"
     uncertainty_scores: ClassVar[Mapping[str, UncertaintyScore]] = {
@@ -76,6 +79,16 @@ class ClassificationPredictive(Predictive):
         if self.keeps_argmax:
             return self.latent.mean.argmax(-1)
         return apply_by_rows(lambda part: part.log_probs.exp().argmax(-1), self)
+
+    @property
+    def network_confidence(self) -> Tensor:
+        """How likely the class of the largest mean logit is, (N,): the probability that the network's answer is right.
+
+        It differs from the largest of `probs` where these are constrained to keep the network's class, or do not.
+        """
+        if self.network_log_prob is not None:
+            return self.network_log_prob.exp()
+        return self.log_probs.gather(-1, self.latent.mean.argmax(-1, keepdim=True)).squeeze(-1).exp()
 
     def uncertainty(self, by: By = None) -> Tensor:
         if by in ("variance", "mutual_information") and not self.latent.has_variance:
