@@ -11,6 +11,7 @@ eigenvalue below one, whatever the inducing points: duplicated points and singul
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,6 +75,13 @@ class Process(nn.Module):
         self.present: Tensor
         self.sizes: list[int] = sizes.tolist()
         self._prepared: tuple[list[tuple[int, int]], Tensor] | None = None
+
+    def restarted(self, start: float) -> Process:
+        """A copy with L at its start, this number times the identity."""
+        other = copy.deepcopy(self)
+        with torch.no_grad():
+            other.l_raw.copy_(start * torch.eye(len(self.l_raw)))
+        return other
 
     @property
     def chol(self) -> Tensor:  # (M, M)
