@@ -63,13 +63,14 @@ class OutputCovariance(nn.Module):
         return between if diagonal is None else between + diagonal[which] * (which[:, None] == which)
 
     def difference(self, top: Tensor) -> Tensor:
-        """B_cc + B_tt - 2 B_ct for every output c, (N, C), with one output t for each point, (N,)."""
+        """B_cc + B_tt - 2 B_ct for every output c, (N, C), with one output t for each point, (N,); zero at c = t."""
         if self.rank is None:  # few outputs: all pairs at once
             b = self.matrix()
             variance = b.diagonal()
-            return (variance[:, None] + variance - 2.0 * b)[top]
+            return torch.sub(variance[:, None] + variance, b, alpha=2.0)[top]
         variance = self.diagonal()
-        return variance + variance[top][:, None] - 2.0 * self.columns(top).mT
+        apart = variance + variance[top][:, None] - 2.0 * self.columns(top).mT
+        return apart.scatter(-1, top[:, None], 0.0)
 
     def diagonal(self) -> Tensor:
         """B_cc, (C,)."""
@@ -114,7 +115,7 @@ class SeparableLatent(Latent):
 
     def difference(self, top: Tensor) -> Tensor:
         # Where two outputs move together their difference may round to less than nothing.
-        return (self.v * self.coupling.difference(top).clamp_min(0.0)).scatter(-1, top[:, None], 0.0)
+        return self.v * self.coupling.difference(top).clamp_min(0.0)
 
 
 class CoupledLatent(Latent):

@@ -74,7 +74,7 @@ class Process(nn.Module):
         self.register_buffer("present", present, persistent=False)  # (J,), the outputs that own inducing points
         self.present: Tensor
         self.sizes: list[int] = sizes.tolist()
-        self._prepared: tuple[list[tuple[int, int]], Tensor] | None = None
+        self._prepared: Prepared | None = None
 
     def restarted(self, start: float) -> Process:
         """A copy with L at its start, this number times the identity."""
@@ -96,19 +96,22 @@ class Process(nn.Module):
         return self._latent(k_xz, k_diag, w), kl
 
     def latent(self, x: Points) -> Latent:
-        """The latent Gaussian at some points, with the W that is kept between calls."""
-        w = self.prepared()
-        return self._latent(self.kernel(x, dict(self.z)), self.kernel.diag(x), w)
+        """The latent Gaussian at some points, with what is kept between calls."""
+        kept = self.prepared()
+        return self._latent(self.kernel.at(x, kept.anchor), self.kernel.diag(x), kept.w)
 
-    def prepared(self) -> Tensor:  # (M, M)
-        """W, computed anew when the parameters have changed."""
-        versions = [(p.data_ptr(), version(p)) for p in self.parameters()]
-        if self._prepared is None or self._prepared[0] != versions:
-            self._prepared = versions, self._correction(self._among()).w.detach()
-        return self._prepared[1]
+    def prepared(self) -> Prepared:
+        """What predictions have in common, computed anew when the parameters have changed."""
+        kept = self._prepared
+        if kept is None or kept.versions != versions(kept.parameters):
+            parameters = list(self.parameters())
+            with torch.no_grad():
+                w, anchor = self._correction(self._among()).w, self.kernel.anchor(dict(self.z))
+            self._prepared = kept = Prepared(parameters, versions(parameters), w, anchor)
+        return kept
 
     def forget(self) -> None:
-        """Drops W. Training changes parameters through views of them, which leaves their versions as they are."""
+        """Drops what is kept. Training changes parameters through views of them, which leaves their versions as they are."""
         self._prepared = None
 
     def _among(self) -> Tensor:  # (M, M)
@@ -128,6 +131,27 @@ class Process(nn.Module):
         if self.coupling.rank is None:
             return CoupledLatent(self.coupling, k_diag, k_xz, w, self.present, self.sizes)
         return LowRankLatent(self.coupling, k_diag, k_xz, w, self.z_class, self.present)
+
+
+class Prepared(NamedTuple):
+    """What predictions have in common.
+
+    Attributes:
+        parameters: The parameters of the process.
+        versions: Theirs when this was computed.
+        w: W (M, M).
+        anchor: What the kernel needs of Z.
+    """
+
+    parameters: list[nn.Parameter]
+    versions: list[tuple[int, int]]
+    w: Tensor
+    anchor: Any
+
+
+def versions(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:
+    """What tells whether parameters have changed."""
+    return [(p.data_ptr(), version(p)) for p in parameters]
 
 
 @dataclass(frozen=True)
