@@ -118,7 +118,9 @@ class Trainer:
             rows = rows.to(device)
         view = PointView(rows, coordinates, ood)
         if start is not None:
-            return FittedFMGP(start.process.restarted(START), coordinates, likelihood, ood), view
+            process = copy.deepcopy(start.process)
+            process.l_raw.data.copy_(START * torch.eye(len(process.l_raw)))
+            return FittedFMGP(process, coordinates, likelihood, ood), view
         kernel.initialize(view.sample(1000, generator), coordinates.default)
         num_outputs = train.outputs[0].numel()
         inducing = initial_inducing(

@@ -11,7 +11,6 @@ eigenvalue below one, whatever the inducing points: duplicated points and singul
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,13 +75,6 @@ class Process(nn.Module):
         self.sizes: list[int] = sizes.tolist()
         self._prepared: Prepared | None = None
 
-    def restarted(self, start: float) -> Process:
-        """A copy with L at its start, this number times the identity."""
-        other = copy.deepcopy(self)
-        with torch.no_grad():
-            other.l_raw.copy_(start * torch.eye(len(self.l_raw)))
-        return other
-
     @property
     def chol(self) -> Tensor:  # (M, M)
         """L."""
@@ -103,15 +95,15 @@ class Process(nn.Module):
     def prepared(self) -> Prepared:
         """What predictions have in common, computed anew when the parameters have changed."""
         kept = self._prepared
-        if kept is None or kept.versions != versions(kept.parameters):
-            parameters = list(self.parameters())
+        if kept is None or any(p.data_ptr() != place or version(p) != count for p, place, count in kept.made_of):
+            made_of = [(p, p.data_ptr(), version(p)) for p in self.parameters()]
             with torch.no_grad():
                 w, anchor = self._correction(self._among()).w, self.kernel.anchor(dict(self.z))
-            self._prepared = kept = Prepared(parameters, versions(parameters), w, anchor)
+            self._prepared = kept = Prepared(w, anchor, made_of)
         return kept
 
     def forget(self) -> None:
-        """Drops what is kept. Training changes parameters through views of them, which leaves their versions as they are."""
+        """Drops what is kept. Training writes to parameters through views, which leaves their versions as they are."""
         self._prepared = None
 
     def _among(self) -> Tensor:  # (M, M)
@@ -134,24 +126,12 @@ class Process(nn.Module):
 
 
 class Prepared(NamedTuple):
-    """What predictions have in common.
+    """What predictions have in common: W (M, M), what the kernel needs of Z, and the parameters that these were made
+    of, with their addresses and versions."""
 
-    Attributes:
-        parameters: The parameters of the process.
-        versions: Theirs when this was computed.
-        w: W (M, M).
-        anchor: What the kernel needs of Z.
-    """
-
-    parameters: list[nn.Parameter]
-    versions: list[tuple[int, int]]
     w: Tensor
     anchor: Any
-
-
-def versions(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:
-    """What tells whether parameters have changed."""
-    return [(p.data_ptr(), version(p)) for p in parameters]
+    made_of: list[tuple[nn.Parameter, int, int]]
 
 
 @dataclass(frozen=True)
@@ -181,7 +161,7 @@ class Objective:
         energy = self.likelihood.energy(batch.mean, latent, batch.target, self.alpha, self.generator)
         loss = kl * (self.kl_copies / self.num_data) - energy.mean()
         if self.prior and self.process.coupling is not None:
-            loss = loss + self.process.coupling.divergence() * (self.prior / self.num_data)
+            loss = torch.add(loss, self.process.coupling.divergence(), alpha=self.prior / self.num_data)
         return loss
 
 
