@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from posthoc import FMGP, Gaussian, Outputs, RegressionPredictive
 from posthoc.evaluate.metrics import coverage, crps, nll
+from posthoc.fmgp.build import Trainer
 from posthoc.likelihoods.learned_noise import MixtureNoise
 from posthoc.predictive.latent import IndependentLatent
 
@@ -112,6 +114,28 @@ def test_very_many_residuals_need_no_other_fit(monkeypatch):
     monkeypatch.setattr("posthoc.fmgp.estimator.MANY_RESIDUALS", 300)
     monkeypatch.setattr("posthoc.fmgp.estimator.folds", lambda *job: pytest.fail("rows were held out"))
     assert fitted(skewed(300, 0), steps=5).predict(skewed(5, 1)).residuals is not None
+
+
+def test_folds_start_from_the_kernel_and_the_points_of_all_rows(monkeypatch):
+    build, starts = Trainer.build, []
+
+    def spy(self, job, form, likelihood, start=None):
+        found, view = build(self, job, form, likelihood, start)
+        starts.append((start, copy.deepcopy(found), len(view)))
+        return found, view
+
+    monkeypatch.setattr(Trainer, "build", spy)
+    model = fitted(skewed(300, 0), steps=20)
+    (start, untrained, rows), *others = starts
+    assert (start, rows) == (None, 300)
+    assert [rows for *_, rows in others] == [200] * 3
+    for start, found, _ in others:
+        assert start is model.head
+        for name, value in found.process.named_parameters():
+            expected = untrained if name == "l_raw" else model.head
+            assert torch.equal(value, expected.process.get_parameter(name)), name
+        assert torch.equal(found.likelihood.log_noise, untrained.likelihood.log_noise)
+    assert not torch.equal(model.head.process.l_raw, untrained.process.l_raw)  # the folds trained copies
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])

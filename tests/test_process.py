@@ -17,9 +17,9 @@ from tests import oracles
 DOUBLE = torch.float64
 
 
-def coupled(seed=0, m=7, c=4, rank=None, classes=None):
+def coupled(seed=0, m=7, c=4, rank=None, classes=None, kernel=None):
     g = torch.Generator().manual_seed(seed)
-    kernel = RBF() + White(variance=0.2)
+    kernel = kernel or RBF() + White(variance=0.2)
     z = {"inputs": torch.randn(m, 2, dtype=DOUBLE, generator=g)}
     kernel.initialize(z, "inputs")
     b = OutputCovariance(c, rank, g)
@@ -56,11 +56,13 @@ def test_white_does_not_tie_a_test_point_to_an_inducing_point():
     torch.testing.assert_close(process(at_z)[0].covariance(), dense(process, at_z), rtol=1e-7, atol=1e-9)
 
 
-def test_what_is_kept_between_predictions_follows_the_parameters():
-    process, x = coupled()
+@pytest.mark.parametrize("name", ["l_raw", "z.inputs", "log_lengthscale", "log_amplitude"])
+@pytest.mark.parametrize("kernel", [RBF, lambda: RBF() + White(variance=0.2)])
+def test_what_is_kept_between_predictions_follows_the_parameters(kernel, name):
+    process, x = coupled(kernel=kernel())
     before = process.latent(x).variance
     with torch.no_grad():
-        process.l_raw.mul_(0.5)
+        next(p for own, p in process.named_parameters() if own.endswith(name)).add_(0.3)
     torch.testing.assert_close(process.latent(x).variance, process(x)[0].variance)
     assert not torch.allclose(process.latent(x).variance, before)
 

@@ -143,12 +143,11 @@ def change_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
     """Applies a function to all tensors and arrays in nested containers, and to containers that know `.to(device)`."""
     if isinstance(value, Tensor | np.ndarray):
         return change(value)
+    if isinstance(value, tuple | list):
+        changed = [change_tensors(each, change) for each in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if isinstance(value, Mapping):
         return {name: change_tensors(each, change) for name, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[change_tensors(each, change) for each in value])
-    if isinstance(value, tuple | list):
-        return type(value)([change_tensors(each, change) for each in value])
     return change(value) if callable(getattr(value, "to", None)) else value
 
 

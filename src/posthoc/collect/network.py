@@ -269,17 +269,19 @@ class Backbone:
     @property
     def device(self) -> torch.device | None:
         """Where the network is now; None for a callable that was given no device."""
-        weight = self._weight()
-        return weight.device if weight is not None else self._device
+        return self._home()[0]
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of the network's weights, if it has real-valued ones."""
-        weight = self._weight()
-        return weight.dtype if weight is not None and weight.is_floating_point() else None
+        return self._home()[1]
 
-    def _weight(self) -> Tensor | None:
-        return next(self.module.parameters(), None) if self.module is not None else None
+    def _home(self) -> tuple[torch.device | None, torch.dtype | None]:
+        """`device` and `dtype`."""
+        weight = next(self.module.parameters(), None) if self.module is not None else None
+        if weight is None:
+            return self._device, None
+        return weight.device, weight.dtype if weight.is_floating_point() else None
 
     def _layers(self) -> dict[str, nn.Module]:
         return {name: part for name, part in self.module.named_modules() if name} if self.module is not None else {}
@@ -287,7 +289,7 @@ class Backbone:
     def batches(self, raw_batches: Iterable[Any]) -> Iterator[Batch]:
         """The batches of a loader, with their inputs as tensors where the network is; NaN and infinity are refused
         on the CPU; on a GPU the outputs are tested."""
-        device, dtype, rows = self.device, self.dtype, 0
+        (device, dtype), rows = self._home(), 0
         for raw in raw_batches:
             batch = read_batch(raw)
             home = device or next((tensor.device for tensor in tensors_of(batch)), torch.device("cpu"))

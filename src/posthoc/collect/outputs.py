@@ -23,6 +23,9 @@ NAMES = ("outputs", "targets", "features", "inputs")
 COLUMNS = {"outputs": "columns", "features": "feature_columns", "inputs": "input_columns"}
 """The attributes that hold the names of the columns of each block."""
 
+NO_PARTS = dict.fromkeys((*NAMES, *COLUMNS.values()))
+"""All attributes of `Outputs`, with None."""
+
 ROWS_CHECKED = 2**14
 """The number of rows that are looked at together for values that are not finite."""
 
@@ -75,7 +78,7 @@ class Outputs:
     def trusted(cls, **parts: Any) -> Outputs:
         """Outputs of tensors that were checked before, such as those of a mapped file: their values are not read."""
         outputs = object.__new__(cls)
-        outputs.__dict__.update(dict.fromkeys((*NAMES, *COLUMNS.values())), **parts)
+        outputs.__dict__.update(NO_PARTS, **parts)
         return outputs
 
     def parts(self) -> dict[str, Tensor]:
@@ -93,7 +96,7 @@ class Outputs:
                 require_finite(part[start : start + ROWS_CHECKED], name, first_row=first_row + start)
 
     def __len__(self) -> int:
-        return len(self.outputs)
+        return self.outputs.shape[0]
 
     def __getitem__(self, rows: Any) -> Outputs:
         """Some rows: one by its number, a slice, a mask or a tensor of numbers. The result keeps the row axis."""

@@ -68,9 +68,10 @@ class Trainer:
         work = max(m * m * max(m, batch), WORK_PER_OUTPUT * batch * rows.outputs[0].numel())
         return self.fresh is None and work < SMALL and rows.outputs.numel() < SMALL_OUTPUTS
 
-    def fit(self, job: Job, form: VarianceForm) -> tuple[FittedFMGP, History]:
+    def fit(self, job: Job, form: VarianceForm, start: FittedFMGP | None = None) -> tuple[FittedFMGP, History]:
         """Builds a process of a form in the units of the data, and trains it with its likelihood. For temperature
-        scaling it computes the best temperature."""
+        scaling it computes the best temperature. `start` is a fit to other rows, whose kernel, inducing points and B
+        training goes on from."""
         likelihood = copy.deepcopy(self.likelihood).to(job.device)
         if form.variance == TEMPERATURE_SCALING.variance:
             typical = job.train.only().spread(TYPICAL_ROWS).to(job.device)
@@ -78,7 +79,7 @@ class Trainer:
             assert typical.targets is not None
             likelihood.unit = torch.full_like(likelihood.unit, 1.0 / best_inverse(typical.outputs, typical.targets))
             return FittedFMGP(None, None, likelihood), History()
-        fitted, view = self.build(job, form, likelihood)
+        fitted, view = self.build(job, form, likelihood, start)
         fresh = None if isinstance(job.data, Outputs) else self.fresh
         return fitted, train_fitted(fitted, job, form, self.config.alpha, self.training, view, fresh)
 
@@ -92,8 +93,10 @@ class Trainer:
                 log_probs[SELECTION.ood_strength] = fitted.log_probs(unseen)
         return log_probs
 
-    def build(self, job: Job, form: VarianceForm, likelihood: Likelihood) -> tuple[FittedFMGP, PointView]:
-        """An untrained process, and the rows that it is trained on."""
+    def build(
+        self, job: Job, form: VarianceForm, likelihood: Likelihood, start: FittedFMGP | None = None
+    ) -> tuple[FittedFMGP, PointView]:
+        """A process that is not fitted to these rows, and the rows that it is trained on."""
         config, train, device = self.config, job.train, job.device
         generator = torch.Generator().manual_seed(self.training.seed)
         typical = train.spread(TYPICAL_ROWS).to(device)
@@ -104,7 +107,8 @@ class Trainer:
         if form.ood_exponent and typical.features is not None:
             ood = OutOfDistribution.of(typical.features, form.ood_exponent)
         kernel = copy.deepcopy(config.kernel).to(device)
-        coordinates = Coordinates.of(typical, kernel, standardize=config.standardize)
+        coordinates = start.coordinates if start is not None else None
+        coordinates = coordinates or Coordinates.of(typical, kernel, standardize=config.standardize)
         rows = train.only(*set(coordinates.spaces) - {"outputs"}, *(["features"] if ood is not None else []))
         # Outputs stay where they are if they fill more than half of a GPU, or are large and mostly not read.
         if device.type == "cpu" or (
@@ -113,6 +117,10 @@ class Trainer:
         ):
             rows = rows.to(device)
         view = PointView(rows, coordinates, ood)
+        if start is not None:
+            process = copy.deepcopy(start.process)
+            process.l_raw.data.copy_(START * torch.eye(len(process.l_raw)))
+            return FittedFMGP(process, coordinates, likelihood, ood), view
         kernel.initialize(view.sample(1000, generator), coordinates.default)
         num_outputs = train.outputs[0].numel()
         inducing = initial_inducing(
@@ -159,7 +167,6 @@ def train_fitted(
         )
 
 
-def shortened(training: Training, times: int = 3) -> Training:
-    """Training in a third of the steps (or another part), with up to three times the learning rate."""
-    lr = min(times * training.lr, max(training.lr, 0.05))
-    return replace(training, steps=-(-training.steps // times), lr=lr)
+def shortened(training: Training) -> Training:
+    """Training in a third of the steps, with up to three times the learning rate."""
+    return replace(training, steps=-(-training.steps // 3), lr=min(3 * training.lr, max(training.lr, 0.05)))

@@ -125,7 +125,8 @@ class FMGP(Method):
 
     A default fit of a classifier trains each of up to three candidates for a third of the steps on up to three folds,
     and then the selected form on all rows: up to four times the cost of one process. A default regression of fewer
-    than 30,000 rows trains four processes, three of them for half of the steps, for the distribution of its residuals.
+    than 30,000 rows trains four processes, three of them for a third of the steps and from the kernel and inducing
+    points of the first, for the distribution of its residuals.
     `variance="shared"` is the fast choice for classification: one process; `residuals="gaussian"` for regression.
 
     Args:
@@ -263,8 +264,8 @@ class FMGP(Method):
         """Trains on all rows, with the distribution of the standardized residuals if it is to be learned.
 
         The variance is fitted to the residuals of its own rows, which therefore look smaller than those of new rows.
-        So the residuals of each fold are standardized by a variance that was fitted to the other folds. With very many
-        rows that makes no difference.
+        So the residuals of each fold are standardized by a variance that was fitted to the other folds, from the kernel
+        and inducing points of all rows on. With very many rows that makes no difference.
         """
         rows, requested = len(job.train), self.config.residuals == "gaussian"
         likelihood = None if requested else self._likelihood.with_learned_noise(rows, self.config.alpha)
@@ -275,9 +276,9 @@ class FMGP(Method):
             return fitted
         parts = list(folds(job, job.train, RESIDUAL_FOLDS)) if rows < MANY_RESIDUALS else []
         learned = replace(trainer, likelihood=likelihood)
-        short = replace(learned, training=shortened(trainer.training, 2))
+        short = replace(learned, training=trainer.candidate_training)
         fitted, self.history = learned.fit(job, selection.form)
-        pairs = [(short.fit(part, selection.form)[0], unseen) for part, unseen in parts]
+        pairs = [(short.fit(part, selection.form, start=fitted)[0], unseen) for part, unseen in parts]
         pairs = pairs or [(fitted, job.train.spread(MAX_RESIDUALS))]
         assert isinstance(fitted.likelihood, MixtureNoise)
         fitted.likelihood.set_residuals(torch.cat([other.residuals(unseen) for other, unseen in pairs]))

@@ -60,7 +60,7 @@ class FittedFMGP(Fitted):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        return self.process.l_raw.device if self.process is not None else next(self.parameters()).device
 
     @property
     def coupled(self) -> bool:  # type: ignore[override]

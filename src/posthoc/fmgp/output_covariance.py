@@ -8,11 +8,9 @@ differ in the tensors that they form.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from posthoc.predictive.latent import Latent
 
@@ -63,13 +61,14 @@ class OutputCovariance(nn.Module):
         return between if diagonal is None else between + diagonal[which] * (which[:, None] == which)
 
     def difference(self, top: Tensor) -> Tensor:
-        """B_cc + B_tt - 2 B_ct for every output c, (N, C), with one output t for each point, (N,)."""
+        """B_cc + B_tt - 2 B_ct for every output c, (N, C), with one output t for each point, (N,); zero at c = t."""
         if self.rank is None:  # few outputs: all pairs at once
             b = self.matrix()
             variance = b.diagonal()
-            return (variance[:, None] + variance - 2.0 * b)[top]
+            return torch.sub(variance[:, None] + variance, b, alpha=2.0)[top]
         variance = self.diagonal()
-        return variance + variance[top][:, None] - 2.0 * self.columns(top).mT
+        apart = variance + variance[top][:, None] - 2.0 * self.columns(top).mT
+        return apart.scatter(-1, top[:, None], 0.0)
 
     def diagonal(self) -> Tensor:
         """B_cc, (C,)."""
@@ -85,13 +84,15 @@ class OutputCovariance(nn.Module):
     def divergence(self) -> Tensor:
         """KL(N(0, B) | N(0, I)) = ½ (tr B - log|B| - C), ()."""
         factor, diagonal = self.parts()
+        trace = factor.square().sum()
         if diagonal is None:
             log_det = factor.diagonal().square().clamp_min(SMALLEST).log().sum()
         else:  # |F Fᵀ + D| = |D| |I + Fᵀ D⁻¹ F|
             identity = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
             inner = identity + factor.mT @ (factor / diagonal[:, None])
+            trace = trace + diagonal.sum()
             log_det = diagonal.log().sum() + 2.0 * torch.linalg.cholesky_ex(inner).L.diagonal().log().sum()
-        return 0.5 * (self.diagonal().sum() - log_det - self.num_outputs)
+        return 0.5 * (trace - log_det - self.num_outputs)
 
 
 class SeparableLatent(Latent):
@@ -114,7 +115,7 @@ class SeparableLatent(Latent):
 
     def difference(self, top: Tensor) -> Tensor:
         # Where two outputs move together their difference may round to less than nothing.
-        return (self.v * self.coupling.difference(top).clamp_min(0.0)).scatter(-1, top[:, None], 0.0)
+        return self.v * self.coupling.difference(top).clamp_min(0.0)
 
 
 class CoupledLatent(Latent):
@@ -242,23 +243,5 @@ def marginal_variance(k_diag: Tensor, k_xz: Tensor, w: Tensor) -> Tensor:
     Returns:
         The variances (N,).
     """
-    return _MarginalVariance.apply(k_diag.double(), k_xz.double(), w.double())  # type: ignore[no-untyped-call]
-
-
-class _MarginalVariance(torch.autograd.Function):
-    """`marginal_variance` with a derived backward pass: for short vectors each autograd node costs time."""
-
-    @staticmethod
-    def forward(ctx: Any, k_diag: Tensor, k_xz: Tensor, w: Tensor) -> Tensor:
-        known = k_xz @ w.mT
-        variance = k_diag - torch.linalg.vecdot(known, known)
-        ctx.save_for_backward(k_xz, w, known, variance)
-        return variance.clamp_min(0.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        k_xz, w, known, variance = ctx.saved_tensors
-        grad = grad * (variance >= 0.0)
-        known_grad = known * (-2.0 * grad)[:, None]
-        return grad, known_grad @ w, known_grad.mT @ k_xz
+    known = k_xz.double() @ w.double().mT
+    return (k_diag.double() - torch.linalg.vecdot(known, known)).clamp_min(0.0)

@@ -73,7 +73,7 @@ class Process(nn.Module):
         self.register_buffer("present", present, persistent=False)  # (J,), the outputs that own inducing points
         self.present: Tensor
         self.sizes: list[int] = sizes.tolist()
-        self._prepared: tuple[list[tuple[int, int]], Tensor] | None = None
+        self._prepared: Prepared | None = None
 
     @property
     def chol(self) -> Tensor:  # (M, M)
@@ -88,19 +88,22 @@ class Process(nn.Module):
         return self._latent(k_xz, k_diag, w), kl
 
     def latent(self, x: Points) -> Latent:
-        """The latent Gaussian at some points, with the W that is kept between calls."""
-        w = self.prepared()
-        return self._latent(self.kernel(x, dict(self.z)), self.kernel.diag(x), w)
+        """The latent Gaussian at some points, with what is kept between calls."""
+        kept = self.prepared()
+        return self._latent(self.kernel.at(x, kept.anchor), self.kernel.diag(x), kept.w)
 
-    def prepared(self) -> Tensor:  # (M, M)
-        """W, computed anew when the parameters have changed."""
-        versions = [(p.data_ptr(), version(p)) for p in self.parameters()]
-        if self._prepared is None or self._prepared[0] != versions:
-            self._prepared = versions, self._correction(self._among()).w.detach()
-        return self._prepared[1]
+    def prepared(self) -> Prepared:
+        """What predictions have in common, computed anew when the parameters have changed."""
+        kept = self._prepared
+        if kept is None or any(p.data_ptr() != place or version(p) != count for p, place, count in kept.made_of):
+            made_of = [(p, p.data_ptr(), version(p)) for p in self.parameters()]
+            with torch.no_grad():
+                w, anchor = self._correction(self._among()).w, self.kernel.anchor(dict(self.z))
+            self._prepared = kept = Prepared(w, anchor, made_of)
+        return kept
 
     def forget(self) -> None:
-        """Drops W. Training changes parameters through views of them, which leaves their versions as they are."""
+        """Drops what is kept. Training writes to parameters through views, which leaves their versions as they are."""
         self._prepared = None
 
     def _among(self) -> Tensor:  # (M, M)
@@ -120,6 +123,15 @@ class Process(nn.Module):
         if self.coupling.rank is None:
             return CoupledLatent(self.coupling, k_diag, k_xz, w, self.present, self.sizes)
         return LowRankLatent(self.coupling, k_diag, k_xz, w, self.z_class, self.present)
+
+
+class Prepared(NamedTuple):
+    """What predictions have in common: W (M, M), what the kernel needs of Z, and the parameters that these were made
+    of, with their addresses and versions."""
+
+    w: Tensor
+    anchor: Any
+    made_of: list[tuple[nn.Parameter, int, int]]
 
 
 @dataclass(frozen=True)
@@ -149,7 +161,7 @@ class Objective:
         energy = self.likelihood.energy(batch.mean, latent, batch.target, self.alpha, self.generator)
         loss = kl * (self.kl_copies / self.num_data) - energy.mean()
         if self.prior and self.process.coupling is not None:
-            loss = loss + self.process.coupling.divergence() * (self.prior / self.num_data)
+            loss = torch.add(loss, self.process.coupling.divergence(), alpha=self.prior / self.num_data)
         return loss
 
 

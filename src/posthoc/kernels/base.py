@@ -75,6 +75,14 @@ class Kernel(nn.Module, ABC):
                 parameter = nn.Parameter(torch.tensor(values, dtype=torch.float64))
             setattr(self, name, parameter.requires_grad_(learned))
 
+    def anchor(self, b: Points) -> Any:
+        """What `at` needs of some points, for several calls."""
+        return b
+
+    def at(self, a: Points, anchor: Any) -> Tensor:
+        """The covariance (N, M) between the points of a and those of an `anchor`, all different."""
+        return self(a, anchor)
+
     def joint(self, x: Points, z: Points) -> Tensor:
         """K(x, z) and, below it, `gram` of z, in one evaluation: (N + M, M)."""
         k = self({space: torch.cat([x[space], block]) for space, block in z.items()}, z)

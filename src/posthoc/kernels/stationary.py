@@ -57,9 +57,16 @@ class RBF(_Stationary):
     name = "rbf"
 
     def forward(self, a: Points, b: Points) -> Tensor:
-        x, y = self.block(a), self.block(b)
-        inverse = (-self.log_lengthscale).exp()
-        return (log_correlation((x - y[:1]) * inverse, (y - y[:1]) * inverse) + self.log_amplitude).exp()
+        return self.at(a, self.anchor(b))
+
+    def anchor(self, b: Points) -> tuple[Tensor, ...]:
+        y, inverse = self.block(b), (-self.log_lengthscale).exp()
+        scaled = (y - y[:1]) * inverse
+        return y[:1], inverse, scaled, half_square(scaled)
+
+    def at(self, a: Points, anchor: Any) -> Tensor:
+        origin, inverse, y, half_y = anchor
+        return (log_correlation((self.block(a) - origin) * inverse, y, half_y) + self.log_amplitude).exp()
 
     def joint(self, x: Points, z: Points) -> Tensor:
         a, b = self.block(x), self.block(z)
@@ -119,7 +126,8 @@ class _JointRBF(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, log_lengthscale: Tensor, log_amplitude: Tensor) -> Tensor:
         inverse = (-log_lengthscale).exp()
         scaled = torch.cat([a, b]).sub_(b[:1]).mul_(inverse)
-        k = log_correlation(scaled, scaled[len(a) :]).add_(log_amplitude).exp_()
+        y = scaled[len(a) :]
+        k = log_correlation(scaled, y, half_square(y)).add_(log_amplitude).exp_()
         ctx.save_for_backward(scaled, k, inverse)
         return k
 
@@ -136,11 +144,15 @@ class _JointRBF(torch.autograd.Function):
         return None, y_grad * inverse, scale_grad, product.sum()
 
 
-def log_correlation(x: Tensor, y: Tensor) -> Tensor:  # (N, M)
+def half_square(x: Tensor) -> Tensor:  # (N,)
+    """-½|x|² of each row."""
+    return -0.5 * torch.linalg.vecdot(x, x)
+
+
+def log_correlation(x: Tensor, y: Tensor, half_y: Tensor) -> Tensor:  # (N, M)
     """-½|x - y|² = x·y - ½|x|² - ½|y|². The products lose digits far from the origin, so one of the points should be
     the origin; distances do not depend on it."""
-    half_x, half_y = -0.5 * torch.linalg.vecdot(x, x), -0.5 * torch.linalg.vecdot(y, y)
-    return torch.addmm(half_x[:, None], x, y.mT).add_(half_y).clamp_max_(0.0)
+    return torch.addmm(half_square(x)[:, None], x, y.mT).add_(half_y).clamp_max_(0.0)
 
 
 def median_distance(x: Tensor) -> Tensor:  # ()

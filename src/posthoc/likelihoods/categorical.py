@@ -181,7 +181,8 @@ def pairwise(mean: Tensor, latent: Latent, temperature: Tensor) -> Tensor:
     """Logit scaling of the differences to the top class: softmax of (μ_c - μ_t) / √(τ² + (π/16) Var(f_c - f_t))."""
     top = mean.argmax(-1)
     margin = mean - mean.gather(-1, top[:, None])
-    return (margin / (temperature.square() + math.pi / 16.0 * latent.difference(top)).sqrt()).log_softmax(-1)
+    square = torch.add(temperature.square(), latent.difference(top), alpha=math.pi / 16.0)
+    return (margin * square.rsqrt()).log_softmax(-1)
 
 
 def logit_scaling(mean: Tensor, latent: Latent, temperature: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from posthoc.likelihoods.base import Likelihood, columns
 from posthoc.predictive.base import LatentGaussian, Predictive, working_dtype
@@ -134,27 +133,9 @@ def gaussian_energy(residual: Tensor, variance: Tensor, noise: Tensor, alpha: fl
     """
     total = noise + (variance if alpha == 1.0 else alpha * variance)
     if alpha == 1.0:  # log N(y | g, σ² + v), written so that σ² → 0 does no harm
-        return _GaussianLogProb.apply(residual, total)  # type: ignore[no-untyped-call]
-    if alpha == 0.0:  # (1/α) log(1 + αv/σ²) → v/σ²
+        log_part = total.log()
+    elif alpha == 0.0:  # (1/α) log(1 + αv/σ²) → v/σ²
         log_part = noise.log() + variance / noise
     else:
         log_part = noise.log() + torch.log1p(alpha * variance / noise) / alpha
     return -0.5 * (log_part + residual.square() / total + math.log(2.0 * math.pi))
-
-
-class _GaussianLogProb(torch.autograd.Function):
-    """log N(r | 0, t) with a derived backward pass: for short vectors each autograd node costs time."""
-
-    @staticmethod
-    def forward(ctx: Any, residual: Tensor, total: Tensor) -> Tensor:
-        fit = residual.square().div_(total)
-        ctx.save_for_backward(residual, total, fit)
-        return total.log().add_(fit).add_(math.log(2.0 * math.pi)).mul_(-0.5)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
-        residual, total, fit = ctx.saved_tensors
-        share = grad / total
-        residual_grad = residual * share.neg() if ctx.needs_input_grad[0] else None
-        return residual_grad, (fit - 1.0).mul_(share).mul_(0.5)

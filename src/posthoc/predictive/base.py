@@ -216,7 +216,7 @@ def require_finite_prediction(predictive: Predictive, rows: Outputs | None = Non
     the number of the row counted from `first_row`."""
     fields = [*vars(predictive).values(), *vars(predictive.latent).values()]
     tensors = [part for part in fields if isinstance(part, Tensor)]
-    if math.isfinite(sum(part.sum() for part in tensors)):  # a sum that overflows is looked at again
+    if math.isfinite(reduce(torch.add, map(torch.sum, tensors))):  # a sum that overflows is looked at again
         return
     if not torch.stack([part.isfinite().all() for part in tensors]).all():
         if rows is not None:

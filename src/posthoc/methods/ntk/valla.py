@@ -214,7 +214,7 @@ class TangentProcess(Process):
         return self._tangent_latent(x, w), kl
 
     def latent(self, x: Points) -> Latent:
-        return self._tangent_latent(x, self.prepared())
+        return self._tangent_latent(x, self.prepared().w)
 
     def _among(self) -> Tensor:
         return self.z["features"]
