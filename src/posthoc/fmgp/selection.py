@@ -7,6 +7,7 @@ or correction has to be clearly better than it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -68,15 +69,15 @@ class SelectionConfig:
         CorrectionForm(10.0),
         CorrectionForm(1.0),
         CorrectionForm(10.0, 100.0),
-        CorrectionForm(1.0, 10.0),
+        CorrectionForm(3.0, 30.0),
         CorrectionForm(1.0, 1.0),
     )
     """Corrections of the mean, from the simplest on. A weaker penalty is not tried where the last one did not help."""
     correction_folds: int = 3
     """Number of folds of the held-out rows on which corrections are compared."""
     process_advantage: float = 0.01
-    """Share of the loss by which a correction that reads the network's logits has to be better than one that reads the
-    process alone, which is less certain far from the data."""
+    """Share of the loss by which a correction that reads the network's logits has to be better, where features make
+    the process less certain far from the data: the logits know nothing of that."""
     max_matrix: int = 150
     """With more classes no matrix is tried."""
     ood_strength: float = 1.0
@@ -411,8 +412,10 @@ def with_correction(
     """
     y, scaled = rows.y, rows.scaled
     simple = plain.form.variance == TEMPERATURE_SCALING.variance
-    best, least = plain, priced_loss(plain.recalibration.log_probs(held_out[plain.form][plain.ood_strength]), scaled, y)
-    least += SELECTION.process_advantage * simple
+    uncorrected = plain.recalibration.log_probs(held_out[plain.form][plain.ood_strength])
+    best, least, unit = plain, priced_loss(uncorrected, scaled, y), float(losses(scaled, y).mean())
+    advantage = SELECTION.process_advantage if plain.ood_strength else 0.0
+    least += advantage * simple
     forms = [form for form in SELECTION.corrections if form.matrix_ridge is None or scaled.shape[1] <= SELECTION.max_matrix]
 
     def attempts(variance: VarianceForm, terms: str, forms: Sequence[CorrectionForm]) -> dict[CorrectionForm, float]:
@@ -420,19 +423,23 @@ def with_correction(
         nonlocal best, least
         log_p = held_out[variance][plain.ood_strength if variance == plain.form else 0.0]
         found: dict[CorrectionForm, float] = {}
-        start = None
+        start, last = None, math.inf
         for form in forms:
             fitted = MeanCorrection.fit(form := form._replace(terms=terms), log_p, rows.outputs, y, start)
             start = fitted.parameters_of_fit
             cross_fitted = rows.constrained(rows.cross_fitted(form, log_p, start))
-            score, loss = score_of(variance, cross_fitted, scaled, y), priced_loss(cross_fitted, scaled, y)
-            found[form] = loss = loss + SELECTION.process_advantage * (terms != "process")
+            score, caution = score_of(variance, cross_fitted, scaled, y), standard_error(cross_fitted, uncorrected, y)
+            loss = priced_loss(cross_fitted, scaled, y) + caution / unit + advantage * (terms != "process")
+            found[form] = loss
             if score.significance > SELECTION.significance and loss < least:
                 reason = f"{score.gain:.3f} nats a row better than temperature scaling on {len(y):,} held-out rows"
                 best = replace(plain, form=variance, reason=reason, recalibration=NONE, correction=form)
                 best, least = replace(best, fitted_correction=fitted), loss
-            if list(found.values()).index(min(found.values())) < len(found) - 2:
-                break  # two in a row that are no better
+            mean_loss = float(losses(cross_fitted, y).mean())
+            if form.matrix_ridge is not None:
+                if mean_loss > last:
+                    break
+                last = mean_loss
         return found
 
     found = attempts(plain.form, "network" if simple else "process", forms)
@@ -468,8 +475,14 @@ def score_of(form: VarianceForm, log_p: Tensor, scaled: Tensor, y: Tensor) -> Ca
     """The score of log-probabilities (N, C), given those of temperature scaling."""
     base = losses(scaled, y)
     gains = base - losses(log_p, y)
-    gain, error = float(gains.mean()), float(gains.std() / len(gains) ** 0.5) if len(gains) > 1 else 0.0
-    return CandidateScore(form, gain - float(base.mean()), gain, error, len(y))
+    gain = float(gains.mean())
+    return CandidateScore(form, gain - float(base.mean()), gain, standard_error(log_p, scaled, y), len(y))
+
+
+def standard_error(log_p: Tensor, other: Tensor, y: Tensor) -> float:
+    """The standard error of the difference of two mean losses."""
+    difference = losses(log_p, y) - losses(other, y)
+    return float(difference.std() / len(y) ** 0.5) if len(y) > 1 else 0.0
 
 
 def losses(log_p: Tensor, y: Tensor) -> Tensor:  # (N,)
