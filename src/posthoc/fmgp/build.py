@@ -21,7 +21,7 @@ from posthoc.fmgp.process import Objective, Process
 from posthoc.fmgp.selection import SELECTION, TEMPERATURE_SCALING, HeldOut, VarianceForm
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
-from posthoc.likelihoods.temperature import best_inverse
+from posthoc.likelihoods.temperature import PRIOR, best_inverse
 from posthoc.training import History, Ranks, Source, Training, train
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Trainer:
             typical = job.train.only().spread(TYPICAL_ROWS).to(job.device)
             assert isinstance(likelihood, Categorical)
             assert typical.targets is not None
-            likelihood.unit = torch.full_like(likelihood.unit, 1.0 / best_inverse(typical.outputs, typical.targets))
+            likelihood.unit = torch.full_like(likelihood.unit, 1.0 / best_inverse(typical.outputs, typical.targets, PRIOR))
             return FittedFMGP(None, None, likelihood), History()
         fitted, view = self.build(job, form, likelihood, start)
         fresh = None if isinstance(job.data, Outputs) else self.fresh

@@ -362,8 +362,7 @@ def verdict(
 def priced_loss(log_p: Tensor, scaled: Tensor, y: Tensor) -> float:
     """The loss of log-probabilities as a share of temperature scaling's, with a price for worse calibration."""
     excess = calibration_error(log_p, y) - calibration_error(scaled, y) - SELECTION.calibration_slack
-    share = float(losses(log_p, y).mean() / losses(scaled, y).mean())
-    return share + SELECTION.calibration_price * max(0.0, excess)
+    return mean_loss(log_p, y) / mean_loss(scaled, y) + SELECTION.calibration_price * max(0.0, excess)
 
 
 @dataclass(frozen=True)
@@ -413,7 +412,7 @@ def with_correction(
     y, scaled = rows.y, rows.scaled
     simple = plain.form.variance == TEMPERATURE_SCALING.variance
     uncorrected = plain.recalibration.log_probs(held_out[plain.form][plain.ood_strength])
-    best, least, unit = plain, priced_loss(uncorrected, scaled, y), float(losses(scaled, y).mean())
+    best, least, unit = plain, priced_loss(uncorrected, scaled, y), mean_loss(scaled, y)
     advantage = SELECTION.process_advantage if plain.ood_strength else 0.0
     least += advantage * simple
     forms = [form for form in SELECTION.corrections if form.matrix_ridge is None or scaled.shape[1] <= SELECTION.max_matrix]
@@ -435,11 +434,10 @@ def with_correction(
                 reason = f"{score.gain:.3f} nats a row better than temperature scaling on {len(y):,} held-out rows"
                 best = replace(plain, form=variance, reason=reason, recalibration=NONE, correction=form)
                 best, least = replace(best, fitted_correction=fitted), loss
-            mean_loss = float(losses(cross_fitted, y).mean())
             if form.matrix_ridge is not None:
-                if mean_loss > last:
+                if (now := mean_loss(cross_fitted, y)) > last:
                     break
-                last = mean_loss
+                last = now
         return found
 
     found = attempts(plain.form, "network" if simple else "process", forms)
@@ -488,6 +486,11 @@ def standard_error(log_p: Tensor, other: Tensor, y: Tensor) -> float:
 def losses(log_p: Tensor, y: Tensor) -> Tensor:  # (N,)
     """The negative log-likelihood of each row."""
     return -log_p.double().gather(-1, y[:, None]).squeeze(-1)
+
+
+def mean_loss(log_p: Tensor, y: Tensor) -> float:
+    """The mean negative log-likelihood, above zero."""
+    return max(float(losses(log_p, y).mean()), 1e-12)
 
 
 def calibration_error(log_p: Tensor, y: Tensor) -> float:

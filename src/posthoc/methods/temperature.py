@@ -4,22 +4,49 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from posthoc.base import Fitted, Job
+from posthoc.config import ScoreConfig, option
 from posthoc.errors import OptionError, warn
 from posthoc.likelihoods.categorical import Categorical
-from posthoc.likelihoods.temperature import best_inverse, limit_reached
+from posthoc.likelihoods.temperature import PRIOR, TemperaturePrior, best_inverse, limit_reached
 from posthoc.methods.map import LikelihoodOnly
 
 
+@dataclass(frozen=True, kw_only=True)
+class TemperatureConfig(ScoreConfig):
+    """Options of `Temperature`."""
+
+    prior: Any = option(PRIOR)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prior is not None:
+            try:
+                prior = TemperaturePrior(*map(float, self.prior))
+            except (TypeError, ValueError):
+                prior = TemperaturePrior(std=math.nan)
+            if not (math.isfinite(prior.mean) and 0.0 < prior.std < math.inf):
+                raise OptionError(
+                    f"Expected prior to be the mean and the standard deviation of log(1/temperature), such as "
+                    f"({PRIOR.mean}, {PRIOR.std}), or None, got {self.prior!r}."
+                )
+            object.__setattr__(self, "prior", prior)
+
+
 class Temperature(LikelihoodOnly):
-    """softmax(f/τ), with the τ that minimizes the negative log-likelihood.
+    """softmax(f/τ), with the τ of greatest posterior density.
+
+    The prior of log(1/τ) is normal. It decides where there are few rows, and has next to no effect from a few hundred on.
 
     Args:
         model: A network, a callable, or None to work from `Outputs`.
         likelihood: "classification" (the default), or a `Categorical`.
+        prior: The mean and the standard deviation of the prior of log(1/τ); None maximizes the likelihood.
         outputs_are: What the outputs are: "logits", "log-probs" or "probs".
         device: Where the fitted method computes.
 
@@ -27,11 +54,13 @@ class Temperature(LikelihoodOnly):
         >>> import torch
         >>> from posthoc import Outputs, Temperature
         >>> data = Outputs(torch.tensor([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 1, 1]))
-        >>> round(Temperature().fit(data).likelihood.temperature.item(), 3)
+        >>> round(Temperature(prior=None).fit(data).likelihood.temperature.item(), 3)
         2.885
     """
 
     name = "temperature"
+    Config = TemperatureConfig
+    config: TemperatureConfig
     wants_unseen = True
     tasks = ("classification",)
 
@@ -41,7 +70,7 @@ class Temperature(LikelihoodOnly):
         if likelihood.fixed_temperature is not None:
             raise OptionError("Temperature scaling learns the temperature: use Categorical() without one.")
         assert job.train.targets is not None
-        inverse = best_inverse(job.train.outputs, job.train.targets)
+        inverse = best_inverse(job.train.outputs, job.train.targets, self.config.prior)
         if (limit := limit_reached(job.train.outputs, inverse)) is not None:
             quality = "all right" if limit == "high" else "no better than chance"
             found = f"The predictions are {quality} on these data, so the temperature was limited to {1.0 / inverse:g}."

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from posthoc.base import Fitted, Job, Predictor
 from posthoc.collect.outputs import Outputs
-from posthoc.config import ScoreConfig, SeedConfig, option
+from posthoc.config import SeedConfig, option
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import blocks, limit_reached
-from posthoc.methods.temperature import Temperature
+from posthoc.methods.temperature import Temperature, TemperatureConfig
 from posthoc.predictive.base import Predictive, working_dtype
 
 RIDGES = (math.inf, 1000.0, 100.0, 10.0, 1.0, 0.1)
@@ -31,7 +31,7 @@ SEARCH_TOLERANCE, TOLERANCE = 1e-3, 1e-7
 
 
 @dataclass(frozen=True, kw_only=True)
-class VectorConfig(ScoreConfig, SeedConfig):
+class VectorConfig(TemperatureConfig, SeedConfig):
     """Options of `Vector`."""
 
     ridge: float | None = option(None, above=0.0, infinite=True)
@@ -49,6 +49,7 @@ class Vector(Temperature):
         likelihood: "classification" (the default), or a `Categorical`.
         ridge: The weight of the penalty. By default the one that predicts best on `val` or, without it, in five-fold
             cross-validation.
+        prior: The prior of the temperature that it departs from: see `Temperature`.
         outputs_are: What the outputs are: "logits", "log-probs" or "probs".
         seed: The seed of the folds.
         device: Where the fitted method computes.
