@@ -38,6 +38,11 @@ FLOOR = 1e-6
 """The smallest variance of a direction, as a share of the largest, and the smallest standard deviation of a column, as
 a share of its size."""
 
+CACHED = 2**22
+"""Bytes of the squared distances that are computed together: they stay in a processor's cache."""
+ROUNDING = 1e-13
+"""Squared distances below this share of the squared length are zero but for rounding."""
+
 Kind = Literal["knn", "mahalanobis"]
 Space = Literal["features", "inputs"]
 
@@ -73,9 +78,9 @@ class OODDetector(nn.Module):
         super().__init__()
         self.space = space
         coordinates = width + 1 if space == "features" else width
-        shapes = {"location": (width,), "scale": (width,), "center": (coordinates,), "deviations": (directions,)}
-        shapes |= {"basis": (coordinates, directions), "other_deviation": (), "held_out": (held_out,)}
-        for name, shape in shapes.items():
+        of_columns = {"location": (width,), "scale": (width,), "center": (coordinates,)}
+        of_directions = {"basis": (coordinates, directions), "deviations": (directions,), "other_deviation": ()}
+        for name, shape in {**of_columns, **of_directions, "held_out": (held_out,)}.items():
             self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("bank", torch.zeros(bank, coordinates))
 
@@ -155,15 +160,16 @@ class OODDetector(nn.Module):
         """
         if x.shape[1:] != self.location.shape:
             raise DataError(f"Expected {self.space} of width {len(self.location)} as in fit, got {x.shape[1]}.")
-        return torch.cat([self._score(part) for part in x.split(rows_that_fit(2 * len(self.bank)))]).to(x.device)
+        bank = self.bank.double()
+        parts = x.split(min(rows_that_fit(len(bank), CACHED), rows_that_fit(len(self.center))))
+        return torch.cat([self._distance(part, bank) for part in parts]).to(x.device)
 
-    def _score(self, x: Tensor) -> Tensor:
-        rows, bank = self.whitened(x.to(self.bank.device)), self.bank.double()
-        size = rows.square().sum(-1, keepdim=True) + bank.square().sum(-1)
-        squares = torch.addmm(size, rows, bank.mT, alpha=-2.0)
-        squares = torch.where(squares > 1e-13 * size, squares, squares.new_zeros(())).nan_to_num(torch.inf)
-        nearest = squares.topk(min(NEIGHBORS, len(bank)), largest=False).values
-        return nearest[:, -1].sqrt().float()
+    def _distance(self, x: Tensor, bank: Tensor) -> Tensor:
+        rows = self.whitened(x.to(bank.device))
+        size = rows.square().sum(-1)
+        squares = torch.addmm(size[:, None] + bank.square().sum(-1), rows, bank.mT, alpha=-2.0)
+        nearest = squares.topk(min(NEIGHBORS, len(bank)), largest=False).values[:, -1].nan_to_num(torch.inf)
+        return torch.where(nearest < ROUNDING * size, 0.0, nearest).sqrt().float()  # rounding may leave less than 0
 
     def pvalue(self, score: Tensor) -> Tensor:
         """The p-values (N,) of scores, in float64: from 1 / (m + 1) to 1, with m held-out scores."""

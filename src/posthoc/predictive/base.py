@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, reduce
 from importlib import import_module
-from operator import index
+from operator import attrgetter, index
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -77,10 +77,10 @@ class Rows(ABC):
     def cat(cls, parts: Sequence[Self]) -> Self:
         """Several batches, one after the other."""
         joined: dict[str, Any] = {}
-        for field in fields(parts[0]):
-            values = [getattr(part, field.name) for part in parts]
+        for name in (each.name for each in fields(parts[0])):
+            values = [getattr(part, name) for part in parts]
             if has_rows(values[0]):
-                joined[field.name] = torch.cat(values) if isinstance(values[0], Tensor) else values[0].cat(values)
+                joined[name] = torch.cat(values) if isinstance(values[0], Tensor) else values[0].cat(values)
         return replace(parts[0], **joined)
 
     def _map(self, change: Callable[[Any], Any]) -> Self:
@@ -312,7 +312,7 @@ class Predictive(Rows):
         """
         if callable(by):
             return by(self).double()
-        scores = {**self.uncertainty_scores, "ood": lambda pred: pred.ood_score}
+        scores: dict[str, UncertaintyScore] = {**self.uncertainty_scores, "ood": attrgetter("ood_score")}
         name = next(iter(scores)) if by is None else by
         if name in self.hints and name not in scores:
             raise WrongTaskError(f"A {type(self).__name__} has no {name}: {self.hints[name]}.")
