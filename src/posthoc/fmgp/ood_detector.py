@@ -32,8 +32,10 @@ HELD_OUT_SHARE, MIN_HELD_OUT, MAX_HELD_OUT = 5, 200, 2048
 """One row of so many is held out; at least 200 if they are no more than half of the rows, and at most 2,048."""
 MAX_BANK_ROWS, MAX_BANK_NUMBERS = 2**13, 2**21
 """Rows and numbers (float32) of the bank, at most: 8 MB."""
-MAX_FITTED_ROWS = 2**14
-"""Rows of the fit that are looked at, at most."""
+MAX_FITTED_ROWS, MAX_FITTED_NUMBERS, FEW_ROWS = 2**14, 2**21, 1000
+"""Rows and numbers of the fit that are looked at, at most; so many rows are looked at however wide they are."""
+WIDE_ROWS = 512
+"""Rows that the directions are computed from where there are fewer rows than columns, or very many columns."""
 FLOOR = 1e-6
 """The smallest variance of a direction, as a share of the largest, and the smallest standard deviation of a column, as
 a share of its size."""
@@ -98,7 +100,8 @@ class OODDetector(nn.Module):
         block = rows.space(space)
         if block is None:
             return None
-        most = min(MAX_FITTED_ROWS, rows_that_fit(block.shape[1]))
+        width = block.shape[1]
+        most = min(MAX_FITTED_ROWS, max(FEW_ROWS, MAX_FITTED_NUMBERS // width), rows_that_fit(width))
         block = block if len(block) <= most else rows.only(space).spread(most).space(space)
         assert block is not None
         x = shuffled(block.to(device or block.device).double())
@@ -121,11 +124,11 @@ class OODDetector(nn.Module):
         blank.scale = torch.where(size > 0.0, deviation.clamp_min(FLOOR * size), torch.ones_like(size))
         coordinates = blank.coordinates(known)
         center = coordinates.mean(0)
-        variances, vectors = principal_directions(coordinates - center)
+        wide = len(center) > min(len(known), MAX_ROWS)
+        away = (coordinates - center)[: WIDE_ROWS if wide else len(known)]
+        variances, vectors = principal_directions(away)
         # More directions than half of the rows would have variances that are far too small.
-        rows = len(known) if len(center) <= min(len(known), MAX_ROWS) else min(len(known), MAX_ROWS)
-        large = int((variances > FLOOR * variances[-1]).sum())
-        count = min(large, max(1, rows // 2))
+        count = min(int((variances > FLOOR * variances[-1]).sum()), max(1, len(away) // 2))
         detector = cls(space, known.shape[1], count, 1, 0).to(known.device)
         detector.location, detector.scale, detector.center = location, blank.scale, center
         detector.basis = vectors[:, len(variances) - count :].contiguous()
@@ -147,7 +150,8 @@ class OODDetector(nn.Module):
         """The coordinates of rows (N, D), with unit variance along each direction."""
         away = self.coordinates(x.double()) - self.center
         along = away @ self.basis
-        return (away - along @ self.basis.mT) / self.other_deviation + (along / self.deviations) @ self.basis.mT
+        excess = 1.0 / self.deviations - 1.0 / self.other_deviation
+        return away / self.other_deviation + (along * excess) @ self.basis.mT
 
     @torch.no_grad()
     def score(self, x: Tensor) -> Tensor:
