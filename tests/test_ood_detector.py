@@ -253,3 +253,18 @@ def test_digits_are_told_from_cifar10_by_the_fit_half_alone(real_data, name, lea
     inside, outside = (detector.score(each.features) for each in (test[5000:], digits))
     assert roc_auc_score(np.repeat([0, 1], [5000, len(digits)]), torch.cat([inside, outside])) >= least
     assert ks_2samp(detector.held_out, inside).pvalue > 0.01
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gives_the_same_scores():
+    data = rows(1000)
+    moved, pred = data.to(torch.device("cuda")), fitted(data).predict(data)
+    bayes = fitted(moved)
+    assert bayes.head.detector.bank.is_cuda
+    on_gpu = bayes.predict(moved)
+    assert on_gpu.ood_score.is_cuda
+    torch.testing.assert_close(on_gpu.ood_score.cpu(), pred.ood_score, rtol=1e-4, atol=1e-5)
+    for on_cpu in (on_gpu.cpu(), bayes.predict(data)):  # the head stays on the GPU
+        assert on_cpu.ood_score.device.type == "cpu"
+        assert torch.equal(on_cpu.ood_pvalue, on_gpu.ood_pvalue.cpu())
+    assert bayes.head.detector.bank.is_cuda
