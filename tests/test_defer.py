@@ -145,7 +145,7 @@ def test_the_page_runs(tmp_path, monkeypatch):
     bayes = FMGP(model, "classification", variance="shared", steps=3, num_inducing=4).fit((x[:300], y[:300]))
     names = {"bayes": bayes, "calibration": (x[300:600], y[300:600]), "x": x[600:], "y": y[600:], "x_val": x[:300]}
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         exec(block, names)
     assert int(names["hard"].sum()) == 30

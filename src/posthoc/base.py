@@ -436,8 +436,8 @@ class Method(ABC):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the fitted head (not the network) as safetensors, whole or not at all.
 
-        Inducing points may be rows of your data, or close to them. The file is read back before it takes the place of
-        an older one.
+        Inducing points, and the rows that `ood_score` compares with, may be rows of your data, or close to them. The
+        file is read back before it takes the place of an older one.
         """
         self._require_fitted("save")
         write_head(path, self._tensors(), self._header(), check=self._read_back)

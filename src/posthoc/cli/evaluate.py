@@ -38,7 +38,8 @@ def evaluate(
     figures = evaluate_method(method, data["test"], ood=data.get("ood"))
     table = Table("", "bare predictor", method.name, title=f"{len(data['test']):,} rows", title_justify="left")
     for figure in (key for key in figures if not key.startswith("base_")):
-        table.add_row(figure, f"{figures[f'base_{figure}']:.4f}", f"{figures[figure]:.4f}")
+        bare = figures.get(f"base_{figure}")  # a bare predictor has no OOD score
+        table.add_row(figure, "" if bare is None else f"{bare:.4f}", f"{figures[figure]:.4f}")
     Console().print(table)
     if json_ is not None:
         shared.write_text(json_, json.dumps(figures, indent=2) + "\n")

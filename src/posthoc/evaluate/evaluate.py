@@ -98,7 +98,7 @@ def score(method: Method, test: Any, ood: Any = None, *, device: torch.device | 
         ood: Out-of-distribution data, with or without targets.
         device: The GPU to wait for when time is measured, if the method computes on one.
     """
-    scores, seconds, classes = Scores(method.likelihood, keep=(details,)), 0.0, 0
+    scores, seconds, classes = Scores(method.likelihood, keep=(details,), ood=ood is not None), 0.0, 0
     with closing(method.stream_with_targets(test)) as parts:
         while True:
             synchronize(device)

@@ -94,6 +94,11 @@ def uncertainty(pred: Predictive, y: Any = None, by: By = None) -> Tensor:  # (N
     return pred.uncertainty(by)
 
 
+def ood_score(pred: Predictive, y: Any = None) -> Tensor:  # (N,)
+    """`pred.ood_score`: how unlike the rows of the fit each point is."""
+    return pred.ood_score
+
+
 def default_loss(pred: Predictive, y: Any) -> Tensor:  # (N,)
     """1 for a wrong class; the squared error of real numbers."""
     return 1.0 - hit(pred, y) if hasattr(pred, "log_probs") else squared_error(pred, y)

@@ -48,6 +48,7 @@ METRICS: dict[str, Metric] = {
     "aurc": Metric((m.uncertainty, m.default_loss), lambda score, loss: m.selective_risk(score, loss).mean()),
     "ood_auc": Metric((m.uncertainty,), m.auroc, detects=True),
     "ood_fpr95": Metric((m.uncertainty,), partial(m.fpr_at, 0.95), detects=True),
+    "ood_score_auc": Metric((m.ood_score,), m.auroc, detects=True),
 }
 """Metrics by name; `Likelihood.metrics` names those of a task."""
 
@@ -59,14 +60,15 @@ class Scores:
     """The figures of a task from predictions that come batch by batch.
 
     Classification: `nll`, `accuracy`, `ece` (15 bins of equal width), `brier` (summed over classes), `aurc` (of the
-    error rate, by entropy) and, after `update_ood`, `ood_auc` and `ood_fpr95` (by entropy). Regression: `nll`, `rmse`,
-    `mae`, `crps`, `cqm`, `coverage_50`, `coverage_90`, `coverage_95`, `width_90`, `aurc` (of the squared error, by
-    standard deviation). Shares are fractions, the rest is in the user's units. A few float64 numbers a row are kept,
-    on the CPU, however many classes there are.
+    error rate, by entropy) and, after `update_ood`, `ood_auc` and `ood_fpr95` (by entropy) and, where predictions have
+    an `ood_score`, `ood_score_auc`. Regression: `nll`, `rmse`, `mae`, `crps`, `cqm`, `coverage_50`, `coverage_90`,
+    `coverage_95`, `width_90`, `aurc` (of the squared error, by standard deviation). Shares are fractions, the rest
+    is in the user's units. A few float64 numbers a row are kept, on the CPU, however many classes there are.
 
     Args:
         task: A likelihood, whose `metrics()` are computed, or the name of one.
         keep: More scores to keep, for `column`.
+        ood: Whether there will be out-of-distribution data; without them their scores are not computed.
 
     Example:
         >>> from posthoc import MAP, Outputs
@@ -77,13 +79,14 @@ class Scores:
         1.0
     """
 
-    def __init__(self, task: str | Likelihood, keep: Sequence[m.Score] = ()) -> None:
+    def __init__(self, task: str | Likelihood, keep: Sequence[m.Score] = (), *, ood: bool = True) -> None:
         likelihood = make_likelihood(task)
         self.task = likelihood.task
         self.metrics: dict[str, Metric] = {}
         for named in likelihood.metrics():
             name, metric = (named, METRICS[named]) if isinstance(named, str) else (named.__name__, Metric((named,)))
-            self.metrics[name] = metric
+            if ood or not metric.detects:
+                self.metrics[name] = metric
         needed = [score for metric in self.metrics.values() for score in metric.scores]
         detecting = [score for metric in self.metrics.values() if metric.detects for score in metric.scores]
         self._inside: dict[m.Score, list[Tensor]] = {score: [] for score in (*needed, *keep)}
@@ -139,15 +142,16 @@ class Scores:
 
     def _add(self, kept: dict[m.Score, list[Tensor]], pred: Predictive, y: Any = None) -> None:
         if len(pred):
-            batch = [m.scores(score, pred, y).cpu() for score in kept]
-            for parts, values in zip(kept.values(), batch, strict=True):
-                parts.append(values)
+            known = [score for score in kept if score is not m.ood_score or pred.ood is not None]
+            batch = [m.scores(score, pred, y).cpu() for score in known]
+            for score, values in zip(known, batch, strict=True):
+                kept[score].append(values)
 
     def _applicable(self) -> Iterator[tuple[str, Metric, list[Tensor]]]:
         """Metrics with the columns they take; those of out-of-distribution data only where there are such data."""
         inside = {score: gathered(parts) for score, parts in self._inside.items()}
         outside = {score: gathered(parts) for score, parts in self._outside.items()}
-        if not all(map(len, inside.values())):
+        if not any(map(len, inside.values())):
             raise DataError("Expected some data before Scores.compute(), got none: call update first.")
         for name, metric in self.metrics.items():
             sides = (inside, outside) if metric.detects else (inside,)

@@ -22,6 +22,7 @@ from posthoc.errors import DataError, LayerError, NotFittedError, OptionError, w
 from posthoc.fmgp.build import Trainer, shortened
 from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.fmgp.inducing_points import NotKept, as_points
+from posthoc.fmgp.ood_detector import OODDetector
 from posthoc.fmgp.points import PointView, TrainingBatch
 from posthoc.fmgp.selection import Selection, folds, select_form
 from posthoc.io import reading
@@ -85,6 +86,7 @@ class FMGPConfig(ScoreConfig, FeatureConfig, TrainingConfig):
     output_rank: int | None = option(None, least=1)
     kl: Literal["copies", "once"] | None = None
     ood_strength: float | None = option(None, least=0.0)
+    ood: Literal["knn", "mahalanobis", "none"] = "knn"
     residuals: Literal["learned", "gaussian"] = "learned"
     cache: bool = True
     steps: int | None = option(None, least=0)  # type: ignore[assignment]
@@ -154,6 +156,9 @@ class FMGP(Method):
         ood_strength: How steeply a classifier's variance grows away from the features of the fit, in units of its
             typical size; 0 adds none. By default 1 if it does held-out rows no harm, else 0; and the scale of all
             logits then follows the distance of the features from the data as far as the network's errors do.
+        ood: What `ood_score` and `ood_pvalue` of predictions are computed by, from features if there are any, else from
+            inputs. "knn": the distance to the tenth nearest row of the fit in whitened coordinates. "mahalanobis": the
+            distance to their mean. "none": these two are left out, and the head holds no rows for them.
         residuals: "learned": the distribution of a regression's standardized residuals is learned too, and intervals
             may be skewed (from 200 rows on). "gaussian": it is Gaussian.
         cache: Whether the network is run once over the data. With False it is run at every step, for random
@@ -225,6 +230,13 @@ class FMGP(Method):
         return kernel
 
     def _fit(self, job: Job) -> FittedFMGP:
+        fitted = self._fit_process(job)
+        if self.config.ood != "none":
+            fitted.detector = OODDetector.of(job.train, self.config.ood, fitted.device)
+            Ranks().share(list(fitted.detector.buffers()) if fitted.detector is not None else [])
+        return fitted
+
+    def _fit_process(self, job: Job) -> FittedFMGP:
         """Selects a form of the variance, trains it on all rows, and corrects its confidence."""
         trainer = self._trainer(job)
         small, alone = trainer.is_small(job.train), Ranks().alone
@@ -305,6 +317,8 @@ class FMGP(Method):
         reads = {space or ("features" if layered else "inputs") for space in self.config.kernel.spaces() or {None}}
         if self.config.ood_strength != 0.0 and layered and self._likelihood.task == "classification":
             reads.add("features")
+        if self.config.ood != "none" and layered:
+            reads.add("features")
         if "features" in reads and self.backbone is not None and not layered:
             message = "Expected a model with a layer to take features from, for this kernel; found none. "
             raise LayerError(message + 'Name one with layer=..., or use a kernel on="inputs".')
@@ -315,7 +329,9 @@ class FMGP(Method):
         if shapes["normals"] is not None and isinstance(likelihood, Gaussian):
             likelihood = MixtureNoise(likelihood, shapes["normals"])
         kernel, outputs = copy.deepcopy(self.config.kernel), math.prod(self._width or ())
-        return FittedFMGP.blank(shapes, kernel, self._blank_likelihood(likelihood), outputs)
+        fitted = FittedFMGP.blank(shapes, kernel, self._blank_likelihood(likelihood), outputs)
+        fitted.detector = OODDetector(**shapes["detector"]) if shapes["detector"] is not None else None
+        return fitted
 
     def _identity(self) -> dict[str, Any]:
         found = super()._identity()

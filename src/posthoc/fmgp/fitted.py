@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -14,6 +15,7 @@ from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError
 from posthoc.fmgp.inducing_points import Inducing
 from posthoc.fmgp.ood import OutOfDistribution, top_margin
+from posthoc.fmgp.ood_detector import OODDetector
 from posthoc.fmgp.output_covariance import OutputCovariance, Widened
 from posthoc.fmgp.points import Coordinates
 from posthoc.fmgp.process import Process
@@ -23,7 +25,7 @@ from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.mean_correction import CorrectionForm, MeanCorrection, corrected
 from posthoc.numerics import rows_that_fit
-from posthoc.predictive.base import Predictive
+from posthoc.predictive.base import OODRows, Predictive
 from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.predictive.latent import Latent, ZeroLatent
 from posthoc.training import Ranks
@@ -56,6 +58,7 @@ class FittedFMGP(Fitted):
         self.process, self.coordinates, self.ood = process, coordinates, ood
         self.correction: MeanCorrection | None = None
         self.fixed = True
+        self.detector: OODDetector | None = None
         self.selection = Selection(VarianceForm("per_output"), "the only form")
 
     @property
@@ -69,6 +72,7 @@ class FittedFMGP(Fitted):
     @property
     def reads(self) -> set[str]:  # type: ignore[override]
         spaces = set(self.coordinates.spaces) if self.coordinates is not None else set()
+        spaces |= {self.detector.space} if self.detector is not None else set()
         return spaces - {"outputs"} | ({"features"} if self.ood is not None else set())
 
     def rows_at_once(self, outputs: int, *, dense: bool) -> int:
@@ -78,7 +82,14 @@ class FittedFMGP(Fitted):
         return rows_that_fit((process.coupling.rank or outputs) * len(process.l_raw))
 
     def predictive(self, outputs: Outputs, *, covariance: bool = False) -> Predictive:
-        """The predictive distribution of some rows on this device."""
+        """The predictive distribution of some rows on this device, with what their `ood_score` follows from."""
+        pred, detector = self._predictive(outputs, covariance=covariance), self.detector
+        rows = outputs.space(detector.space) if detector is not None else None
+        if detector is None or rows is None:
+            return pred
+        return replace(pred, ood=OODRows(rows, detector.score, detector.pvalue))
+
+    def _predictive(self, outputs: Outputs, *, covariance: bool) -> Predictive:
         latent, scale = self.latent(outputs), None
         if not isinstance(self.likelihood, Categorical):
             return self.likelihood.predictive(outputs.outputs, latent, covariance=covariance)
@@ -156,6 +167,7 @@ class FittedFMGP(Fitted):
     def shapes(self) -> dict[str, Any]:
         shapes = {
             "ood": [*self.ood.basis.shape, self.ood.exponent] if self.ood is not None else None,
+            "detector": self.detector.shapes() if self.detector is not None else None,
             "normals": getattr(self.likelihood, "normals", None),
             "has_variance": self.process is not None,
             "correction": list(self.correction.form) if self.correction is not None else None,

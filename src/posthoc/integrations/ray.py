@@ -79,7 +79,8 @@ def predicting(head: StrPath, outputs: StrPath, columns: Mapping[str, str | list
     """A function that predicts for some rows of the outputs."""
     method = methods.load(head, device="cuda" if torch.cuda.is_available() else None)
     data = open_outputs(outputs, columns=columns)
-    return lambda span: method.predict(data[slice(*span)]).cpu()
+    # Without the rows of the OOD score, which would travel with the detector.
+    return lambda span: replace(method.predict(data[slice(*span)]).cpu(), ood=None)
 
 
 @dataclass

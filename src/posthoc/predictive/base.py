@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import reduce
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, reduce
 from importlib import import_module
-from operator import index
+from operator import attrgetter, index
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -77,10 +77,10 @@ class Rows(ABC):
     def cat(cls, parts: Sequence[Self]) -> Self:
         """Several batches, one after the other."""
         joined: dict[str, Any] = {}
-        for field in fields(parts[0]):
-            values = [getattr(part, field.name) for part in parts]
+        for name in (each.name for each in fields(parts[0])):
+            values = [getattr(part, name) for part in parts]
             if has_rows(values[0]):
-                joined[field.name] = torch.cat(values) if isinstance(values[0], Tensor) else values[0].cat(values)
+                joined[name] = torch.cat(values) if isinstance(values[0], Tensor) else values[0].cat(values)
         return replace(parts[0], **joined)
 
     def _map(self, change: Callable[[Any], Any]) -> Self:
@@ -211,6 +211,30 @@ class LatentGaussian(Rows):
         return {"mean": self.mean, "std": self.std}
 
 
+@dataclass(frozen=True, eq=False)
+class OODRows(Rows):
+    """Rows of features or inputs, whose out-of-distribution scores are computed when they are first asked for.
+
+    Args:
+        values: The rows, (N, D).
+        score_of: The scores (N,) of rows.
+        pvalue_of: The p-values (N,) of scores.
+    """
+
+    values: Tensor
+    score_of: Callable[[Tensor], Tensor]
+    pvalue_of: Callable[[Tensor], Tensor]
+
+    @cached_property
+    def score(self) -> Tensor:
+        """The scores, (N,)."""
+        return self.score_of(self.values)
+
+    def columns(self) -> dict[str, Tensor]:
+        """Scores and p-values."""
+        return {"ood_score": self.score, "ood_pvalue": self.pvalue_of(self.score)}
+
+
 def require_finite_prediction(predictive: Predictive, rows: Outputs | None = None, first_row: int = 0) -> None:
     """Raises `DataError` for a prediction with NaN or infinity; if the rows it is for have such values, of those, with
     the number of the row counted from `first_row`."""
@@ -230,9 +254,11 @@ class Predictive(Rows):
 
     Args:
         latent: The Gaussian over the network's outputs behind it.
+        ood: What the out-of-distribution scores follow from, if the method has any.
     """
 
     latent: LatentGaussian
+    ood: OODRows | None = field(default=None, kw_only=True)
 
     task: ClassVar[str]
     """The task of the likelihood that makes such predictions."""
@@ -247,13 +273,38 @@ class Predictive(Rows):
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """Draws of new observations, (n, N, ...)."""
 
+    @property
+    def ood_score(self) -> Tensor:
+        """How unlike the rows of the fit each point is, (N,); larger is stranger. Computed when first asked for.
+
+        Raises:
+            DataError: The fit or these points had neither features nor inputs, or the method has no such score.
+        """
+        return self._ood_rows().score
+
+    @property
+    def ood_pvalue(self) -> Tensor:
+        """The probability that a point like those of the fit has an `ood_score` at least this large, (N,) in float64.
+
+        It comes from m rows of the fit, a fifth of them, that are held out for this purpose, and is at least
+        1 / (m + 1). No p-value is below 0.01 with fewer than 99 of them.
+        """
+        return self._ood_rows().columns()["ood_pvalue"]
+
+    def _ood_rows(self) -> OODRows:
+        if self.ood is None:
+            advice = 'give them to fit and to predict, for example Outputs(outputs, targets, features), and ood="knn"'
+            raise DataError(f"Expected features or inputs for the OOD score of an FMGP, got none: {advice} to FMGP.")
+        return self.ood
+
     def uncertainty(self, by: By = None) -> Tensor:
         """How uncertain each prediction is, (N,) in float64; larger is more uncertain.
 
         Args:
             by: The score. Classification: "entropy" (the default), "least_confidence" (one minus the largest
                 probability), "mutual_information", or "variance" (of the logits, averaged over classes). Regression:
-                "std" (the default) or "variance", averaged over outputs. Or a function of the predictions.
+                "std" (the default) or "variance", averaged over outputs. Both: "ood" (`ood_score`). Or a function of
+                the predictions.
 
         Raises:
             OptionError: The score is unknown, or the method gives the logits no variance.
@@ -261,7 +312,7 @@ class Predictive(Rows):
         """
         if callable(by):
             return by(self).double()
-        scores = self.uncertainty_scores
+        scores: dict[str, UncertaintyScore] = {**self.uncertainty_scores, "ood": attrgetter("ood_score")}
         name = next(iter(scores)) if by is None else by
         if name in self.hints and name not in scores:
             raise WrongTaskError(f"A {type(self).__name__} has no {name}: {self.hints[name]}.")
