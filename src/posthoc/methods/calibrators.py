@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from posthoc.base import Fitted, Job, Predictor
 from posthoc.collect.outputs import Outputs
 from posthoc.config import ScoreConfig, SeedConfig, option
+from posthoc.likelihoods.categorical import Categorical
 from posthoc.methods.temperature import Temperature
 from posthoc.methods.vector import folds
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive
+from posthoc.predictive.classification import ClassificationPredictive
 
 MAX_ROWS = 50_000
 """The largest number of rows that a calibrator is fitted on."""
@@ -43,9 +45,10 @@ class Calibrator(Temperature):
 
     def _fit(self, job: Job) -> Fitted:
         likelihood = super()._fit(job).likelihood
+        assert isinstance(likelihood, Categorical)
         inverse = 1.0 / likelihood.temperature.item()
         nn.init.zeros_(likelihood.log_temperature)  # the map starts from the network's own probabilities
-        rows = job.train.only().spread(MAX_ROWS).to("cpu")
+        rows = job.train.only().spread(MAX_ROWS).to(torch.device("cpu"))
         assert rows.targets is not None
         learned = self._learn(log_probs(rows), rows.targets, inverse)
         return Fitted(likelihood, {name: list(tensor.shape) for name, tensor in learned.items()}, **learned)
@@ -55,6 +58,7 @@ class Calibrator(Temperature):
 
         def predict(outputs: Outputs) -> Predictive:
             pred = plain.predict(outputs)
+            assert isinstance(pred, ClassificationPredictive)
             mapped = self._map(log_probs(outputs), fitted).log_softmax(-1).to(pred.log_probs.dtype)
             return replace(pred, log_probs=mapped, keeps_argmax=self.keeps_class)
 
