@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,11 +16,10 @@ from posthoc.base import Fitted, Job, Predictor
 from posthoc.collect.outputs import Outputs
 from posthoc.config import ScoreConfig, SeedConfig, option
 from posthoc.likelihoods.categorical import Categorical
-from posthoc.methods.temperature import Temperature
+from posthoc.methods.temperature import Temperature, remapped
 from posthoc.methods.vector import folds
 from posthoc.optional import require
 from posthoc.predictive.base import Predictive
-from posthoc.predictive.classification import ClassificationPredictive
 
 MAX_ROWS = 50_000
 """The largest number of rows that a calibrator is fitted on."""
@@ -57,10 +56,8 @@ class Calibrator(Temperature):
         plain = super()._predictor(fitted, covariance=covariance)
 
         def predict(outputs: Outputs) -> Predictive:
-            pred = plain.predict(outputs)
-            assert isinstance(pred, ClassificationPredictive)
-            mapped = self._map(log_probs(outputs), fitted).log_softmax(-1).to(pred.log_probs.dtype)
-            return replace(pred, log_probs=mapped, keeps_argmax=self.keeps_class)
+            mapped = self._map(log_probs(outputs), fitted)
+            return remapped(plain.predict(outputs), mapped, keeps_argmax=self.keeps_class)
 
         return plain._replace(predict=predict)
 
@@ -99,7 +96,7 @@ class StructuredMatrix(Calibrator):
         >>> from posthoc import Outputs, StructuredMatrix
         >>> logits = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
         >>> data = Outputs(logits, torch.where(torch.arange(200) % 4 == 0, 0, logits.argmax(1)))
-        >>> StructuredMatrix().fit(data).predict(data).probs.shape  # doctest: +SKIP
+        >>> StructuredMatrix().fit(data).predict(data).probs.shape
         torch.Size([200, 3])
     """
 
@@ -134,7 +131,7 @@ class StructuredVector(StructuredMatrix):
         >>> from posthoc import Outputs, StructuredVector
         >>> logits = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
         >>> data = Outputs(logits, torch.where(torch.arange(200) % 4 == 0, 0, logits.argmax(1)))
-        >>> StructuredVector().fit(data).predict(data).probs.shape  # doctest: +SKIP
+        >>> StructuredVector().fit(data).predict(data).probs.shape
         torch.Size([200, 3])
     """
 

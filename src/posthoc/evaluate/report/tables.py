@@ -69,6 +69,7 @@ COLUMNS = {
         Column("ece", "ECE", decimals, LOW),
         Column("brier", "Brier", decimals, LOW),
         Column("ood_auc", "OOD AUC", decimals, HIGH),
+        Column("classes_moved", "classes moved", decimals, None),
         Column("rmse", "RMSE", digits, LOW),
         Column("crps", "CRPS", digits, LOW),
         Column("cqm", "CQM", decimals, LOW),
