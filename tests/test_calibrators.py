@@ -170,19 +170,21 @@ def test_rows_of_a_biased_network_are_better_calibrated(kind):
 
 
 def hard(name: str) -> tuple[Tensor, Tensor, dict[str, str]]:
-    data = classified(60)
+    data, probs = classified(60), {"outputs_are": "probs"}
     logits, y = data.outputs, data.targets
-    probs = logits.softmax(-1)
-    cases = {
+    assert y is not None
+    p = logits.softmax(-1)
+    kept = p.where(p > 0.05, 0.0)
+    cases: dict[str, tuple[Tensor, Tensor, dict[str, str]]] = {
         "a class without rows": (logits, y.clamp_max(2), {}),
-        "zeros": (probs.where(probs > 0.05, 0.0) / probs.where(probs > 0.05, 0.0).sum(-1, True), y, {}),
+        "zeros": (kept / kept.sum(-1, True), y, probs),
         "two classes": (logits[:, :2], y % 2, {}),
         "one logit": (logits[:, 0], y % 2, {}),
-        "one probability": (probs[:, 0], (y == 0).long(), {}),
+        "one probability": (p[:, 0], torch.where(y == 0, 1, 0), probs),
         "six rows": (logits[:6], y[:6], {}),
         "enormous logits": (1e4 * logits, y, {}),
     }
-    return *cases[name][:2], {"outputs_are": "probs"} if name in ("zeros", "one probability") else {}
+    return cases[name]
 
 
 @every
