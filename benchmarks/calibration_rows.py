@@ -211,7 +211,7 @@ def capped(log_probs: Tensor, top: Tensor, margin: float = MARGIN) -> Tensor:  #
     """
     p, at = log_probs.double().exp(), top[:, None]
     own = p.gather(1, at).clamp_min(1.0 / p.shape[1] + margin)
-    limit, others = own - margin, p.scatter(1, at, 0.0)
+    limit, others = own - margin, p.clamp_min(1e-30).scatter(1, at, 0.0)  # a class of probability 0 can take some too
     lowered = torch.zeros_like(p, dtype=torch.bool)
     while True:
         free = others.masked_fill(lowered, 0.0)
