@@ -65,10 +65,10 @@ def test_structured_scaling_is_that_of_probmetrics(kind, classes):
     np.testing.assert_allclose(found, other.predict_proba(np.exp(log_p_of(test))), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("classes", [2, 4])
-def test_isotonic_is_that_of_scikit_learn(classes):
+@pytest.mark.parametrize(("n", "classes"), [(300, 2), (300, 4), (12, 3)])
+def test_isotonic_is_that_of_scikit_learn(n, classes):
     isotonic = pytest.importorskip("sklearn.isotonic")
-    data, test = classified(300, classes), classified(500, classes, seed=1, sharp=3.0)
+    data, test = classified(n, classes), classified(500, classes, seed=1, sharp=3.0)
     p, q = np.exp(log_p_of(data)), np.exp(log_p_of(test))
     ones = [
         isotonic.IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip")
@@ -77,23 +77,36 @@ def test_isotonic_is_that_of_scikit_learn(classes):
         for c in range(classes)
     ]
     total = np.stack(ones, 1)
-    expected = total / total.sum(1, keepdims=True) * (300 / 301) + 1 / 301 / classes
+    expected = total / total.sum(1, keepdims=True) * (n / (n + 1)) + 1 / (n + 1) / classes
     np.testing.assert_allclose(Isotonic().fit(data).predict(test).probs, expected, rtol=1e-9)
+
+
+def test_isotonic_is_flat_beyond_its_data_and_uniform_where_every_class_has_zero():
+    pytest.importorskip("sklearn")
+    p = torch.tensor([0.2, 0.4, 0.6, 0.8], dtype=torch.float64)
+    ends = torch.tensor([0.01, 0.2, 0.8, 0.99], dtype=torch.float64)  # the curve is 0 up to 0.2, and 1 from 0.8
+    found = Isotonic(outputs_are="probs").fit(Outputs(p, torch.tensor([0, 1, 0, 1]))).predict(Outputs(ends))
+    torch.testing.assert_close(found.probs[:, 1], torch.tensor([0.1, 0.1, 0.9, 0.9], dtype=torch.float64))
+    method = Isotonic().fit(classified(50))
+    method._fitted.y.zero_()  # as where every class is rarer than any row says
+    even = torch.full((50, 4), 0.25, dtype=torch.float64)
+    torch.testing.assert_close(method.predict(classified(50)).probs, even)
 
 
 def test_beta_is_the_least_loss_with_positive_slopes():
     data, classes = classified(300), 4
+    data = data.with_targets(torch.tensor([0, 1, 3, 2])[data.targets])  # two classes would have negative slopes
     log_p = log_p_of(data)
     found = Beta().fit(data)
     assert (found._fitted.weight[:, :2] >= 0.0).all()
+    assert (found._fitted.weight[:, :2] == 0.0).any()
     raised = []
     for c in range(classes):
         a, b, t = log_p[:, c], np.log(-np.expm1(log_p[:, c])), (data.targets == c).numpy()
 
         def loss(w, a=a, b=b, t=t):  # the slopes are squares here
-            p = expit(w[0] ** 2 * a - w[1] ** 2 * b + w[2])
-            away = np.array([w[0] ** 2 - 1.0, w[1] ** 2 - 1.0, w[2]])
-            return -np.log(np.where(t, p, 1.0 - p)).sum() + 0.5 * RIDGE * (away**2).sum()
+            z, away = w[0] ** 2 * a - w[1] ** 2 * b + w[2], np.array([w[0] ** 2 - 1.0, w[1] ** 2 - 1.0, w[2]])
+            return (np.logaddexp(0.0, z) - t * z).sum() + 0.5 * RIDGE * (away**2).sum()
 
         w = minimize(loss, [0.9, 0.8, 0.1], method="BFGS", options={"gtol": 1e-6}).x
         raised.append(expit(w[0] ** 2 * a - w[1] ** 2 * b + w[2]))

@@ -208,11 +208,8 @@ class Beta(Calibrator):
 
     def _learn(self, log_p: Tensor, y: Tensor, inverse: float) -> dict[str, Tensor]:
         optimize = require("scipy.optimize", "calibrators", "Beta calibration")
-        terms, start, bounds = (
-            beta_terms(log_p).numpy(),
-            np.array([1.0, 1.0, 0.0]),
-            [(0, None), (0, None), (None, None)],
-        )
+        terms, start = beta_terms(log_p).numpy(), np.array([1.0, 1.0, 0.0])
+        bounds = [(0.0, None), (0.0, None), (None, None)]
 
         def fit(c: int) -> Any:
             x, t = terms[:, c], (y == c).double().numpy()
