@@ -180,9 +180,8 @@ class Isotonic(Calibrator):
         (x0, x1), (y0, y1) = ((t.gather(1, right - 1), t.gather(1, right)) for t in (fitted.x, fitted.y))
         share = ((p - x0) / (x1 - x0).clamp_min(1e-300)).clamp(0.0, 1.0)
         raised = (y0 + share * (y1 - y0)).mT
-        total = raised.sum(-1, keepdim=True)
-        normal = torch.where(total > 0.0, raised / total.clamp_min(1e-300), 1.0 / raised.shape[1])
-        return mixed(normal, fitted.uniform).log()
+        # Where every class has 0, what is mixed in is all there is.
+        return mixed(raised / raised.sum(-1, keepdim=True).clamp_min(1e-300), fitted.uniform).log()
 
 
 class Beta(Calibrator):
