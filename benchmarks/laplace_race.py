@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.calibration import read
+from benchmarks.calibration_rows import read
 from benchmarks.harness import console, finish, options, timed, with_data, yes
 from posthoc import Laplace, Outputs
 from posthoc.methods.laplace.last_layer import find_last_layer

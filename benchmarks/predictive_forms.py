@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.calibration import read
+from benchmarks.calibration_rows import read
 from benchmarks.harness import console, finish, options, with_data
 from posthoc import FMGP, Outputs
 

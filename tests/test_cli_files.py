@@ -149,7 +149,7 @@ def test_options_from_a_file_and_from_the_line(folder: Path) -> None:
         ("predict head.safetensors table.csv -o table.csv --force", "than the input table.csv"),
         ("fit none.npz -o h", "found nothing at none.npz"),
         ("fit classes.npz -o no/h", "Expected a folder to write h into"),
-        ("fit classes.npz -o h --method fgmp", "Expected a method among dropout, ella"),
+        ("fit classes.npz -o h --method fgmp", "Expected a method among beta, dirichlet"),
         ("fit classes.npz -o h --set stepps=3", "Unknown option 'stepps'"),
         ("fit classes.npz -o h --method map --set steps=3", "Unknown option 'steps' of map"),
         ("fit classes.npz -o h --set steps", "Expected --set name=value"),

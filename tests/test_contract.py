@@ -27,6 +27,13 @@ QUICK: dict[str, dict[str, Any]] = {
     "map": {},
     "temperature": {},
     "vector": {},
+    "structured-vector": {},
+    "structured-matrix": {},
+    "isotonic": {},
+    "beta": {},
+    "ensemble-temperature": {},
+    "entropy-temperature": {},
+    "dirichlet": {},
     "laplace": {},
     "ella": {},
     "valla": {"num_inducing": 8, "steps": 30, "batch_size": 32},
@@ -40,6 +47,13 @@ QUICK: dict[str, dict[str, Any]] = {
 """Options by which a method of the registry fits in no time."""
 AROUND_ZERO = {"laplace", "ella"}
 """Methods that expect weights, the bias among them, to be around zero: to shift the outputs is to tell them more."""
+LIBRARY = {
+    "structured-vector": "probmetrics",
+    "structured-matrix": "probmetrics",
+    "isotonic": "sklearn",
+    "beta": "scipy",
+}
+"""The optional library without which a method cannot be tested."""
 PREPARE: dict[str, Callable[[Any], Any]] = {"ensemble": lambda model: [model, another(model)]}
 """What a method takes in place of a network."""
 TASKS = {"regression": 1, "regression-2": 2, "classification": 3}
@@ -55,6 +69,8 @@ def case(request):
 
 
 def make_case(method, name):
+    if method in LIBRARY:
+        pytest.importorskip(LIBRARY[method])
     task, width = name.partition("-")[0], TASKS[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -41,7 +41,7 @@ def test_registry_knows_methods_by_their_names():
 
     assert all(method.name == name for name, method in REGISTRY.items())
     assert method_named("fmgp") is FMGP
-    with pytest.raises(OptionError, match=r"Expected a method among dropout, .*, laplace, .*, got 'laplase'"):
+    with pytest.raises(OptionError, match=r"Expected a method among beta, .*, laplace, .*, got 'laplase'"):
         method_named("laplase")
 
 

@@ -10,7 +10,7 @@ import sklearn.metrics as sk  # type: ignore[import-untyped]
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import integrate, stats  # type: ignore[import-untyped]
+from scipy import integrate, optimize, stats  # type: ignore[import-untyped]
 from torch import Tensor
 
 from posthoc import DataError, OptionError, WrongTaskError
@@ -125,6 +125,41 @@ def test_adaptive_ece_of_points_that_do_not_divide_equally_and_of_ties():
     assert float(m.ece(tied, y.flip(0), 5, equal_mass=True)) == pytest.approx(0.1)
 
 
+def smooth_ece_by_sums(confidence: np.ndarray, hits: np.ndarray) -> float:
+    """The kernel with its images in the mirrors at 0 and 1, summed over the points and integrated on a grid."""
+    t = (np.arange(4000) + 0.5) / 4000
+    images = [(2 * k + sign * confidence) for k in range(-2, 3) for sign in (1, -1)]
+
+    def error(width: float) -> float:
+        smoothed = sum(stats.norm.pdf((t[:, None] - each) / width) / width for each in images) @ (hits - confidence)
+        return float(np.abs(smoothed).mean() / len(hits))
+
+    return float(optimize.brentq(lambda width: error(width) - width, 1e-3, 1.0, xtol=1e-6))
+
+
+@pytest.mark.parametrize(("n", "sharpness"), [(200, 2.0), (40, 6.0), (300, 0.5)])
+def test_smooth_ece_by_sums(n, sharpness):
+    pred, y = class_case(n, sharpness=sharpness)
+    confidence, top = pred.probs.max(-1)
+    expected = smooth_ece_by_sums(confidence.numpy(), (top == y).double().numpy())
+    assert float(m.smooth_ece(pred, y)) == pytest.approx(expected, abs=5e-4)  # the grid of 512 cells
+
+
+def test_smooth_ece_of_certainty():
+    pred = two_classes([1.0] * 10)
+    assert float(m.smooth_ece(pred, torch.zeros(10, dtype=torch.long))) == pytest.approx(0.0, abs=1e-6)
+    # All of the gap is in one place, and no kernel takes any of it away.
+    assert float(m.smooth_ece(pred, torch.ones(10, dtype=torch.long))) == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("bins", [1, 10])
+def test_classwise_ece_by_loops(bins):
+    pred, y = class_case(300)
+    edges = np.linspace(0, 1, bins + 1)
+    errors = [ece_by_loops(pred.probs[:, c].tolist(), (y == c).tolist(), edges) for c in range(4)]
+    assert float(m.classwise_ece(pred, y, bins)) == pytest.approx(np.mean(errors))
+
+
 def test_entropy_histogram_against_numpy():
     pred, _ = class_case(500)
     edges, counts = m.entropy_histogram(pred, 20)
@@ -181,6 +216,32 @@ def test_crps_of_draws_by_all_pairs():
 def test_cqm_is_its_integral(seed):
     pred, y = real_case(13, seed=seed)
     assert float(m.cqm(pred, y)) == pytest.approx(oracles.cqm_by_grid(pred.cdf(y).squeeze(-1)), abs=1e-5)
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("level", [0.5, 0.9])
+def test_interval_score_by_loops(outputs, level):
+    pred, y = real_case(outputs=outputs)
+    total = []
+    for target, low, high in zip(y.flatten(), *(end.flatten() for end in pred.interval(level)), strict=True):
+        missed = low - target if target < low else target - high if target > high else 0.0
+        total.append(float(high - low + 2 / (1 - level) * missed))
+    assert float(m.interval_score(pred, y, level)) == pytest.approx(np.mean(total))
+    assert float(m.interval_score(pred, y, level)) > float(m.width(pred, y, level))
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_pit_error_is_its_integral(outputs):
+    pred, y = real_case(outputs=outputs)
+    levels = (np.arange(100_000) + 0.5) / 100_000
+    shares = np.searchsorted(np.sort(pred.cdf(y).flatten().numpy()), levels, side="right") / y.numel()
+    assert float(m.pit_error(pred, y)) == pytest.approx(np.abs(shares - levels).mean(), abs=1e-5)
+
+
+def test_pit_error_sees_a_shift_that_the_centered_metric_does_not():
+    below = 0.5 + 0.5 * torch.rand(2000, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    assert float(m.cqm_of(below)) < 0.02
+    assert float(m.distance_to_uniform(below)) == pytest.approx(0.25, abs=0.01)
 
 
 def test_cqm_of_the_extremes():
@@ -280,7 +341,7 @@ def test_figures_refuse_the_other_task():
     for figure in (m.accuracy, m.ece, m.brier):
         with pytest.raises(WrongTaskError, match=r"A RegressionPredictive has no .* classification"):
             figure(real_case()[0], torch.zeros(60, dtype=torch.long))
-    for figure in (m.rmse, m.mae, m.crps, m.cqm, m.coverage, m.width):
+    for figure in (m.rmse, m.mae, m.crps, m.cqm, m.pit_error, m.coverage, m.width, m.interval_score):
         with pytest.raises(WrongTaskError, match="regression"):
             figure(class_case()[0], torch.zeros(60, 4))
 
@@ -303,7 +364,7 @@ def test_impossible_options_and_data_are_refused(compute, error, message):
         compute(*class_case())
 
 
-@pytest.mark.parametrize("figure", [m.nll, m.accuracy, m.ece, m.brier, m.aurc])
+@pytest.mark.parametrize("figure", [m.nll, m.accuracy, m.ece, m.smooth_ece, m.classwise_ece, m.brier, m.aurc])
 def test_no_rows_and_nan_are_refused(figure):
     pred, y = class_case()
     with pytest.raises(DataError, match="at least one row"):

@@ -38,10 +38,11 @@ def test_figures_of_a_regression_are_the_metrics(outputs):
     pred, y = real_case(outputs=outputs)
     scores = Scores("regression")
     scores.update(pred, y)
-    expected = {"nll": m.nll, "rmse": m.rmse, "mae": m.mae, "crps": m.crps, "cqm": m.cqm}
+    expected = {"nll": m.nll, "rmse": m.rmse, "mae": m.mae, "crps": m.crps, "cqm": m.cqm, "pit_error": m.pit_error}
     figures = {name: float(metric(pred, y)) for name, metric in expected.items()}
     figures |= {f"coverage_{level}": float(m.coverage(pred, y, level / 100)) for level in (50, 90, 95)}
-    figures |= {"width_90": float(m.width(pred, y, 0.9)), "aurc": float(m.aurc(pred, y))}
+    figures |= {"width_90": float(m.width(pred, y, 0.9)), "interval_score_90": float(m.interval_score(pred, y, 0.9))}
+    figures["aurc"] = float(m.aurc(pred, y))
     found = scores.compute()
     assert list(found) == list(figures)
     assert all(type(figure) is float for figure in found.values())
@@ -58,7 +59,8 @@ def test_figures_of_classes_are_the_metrics_and_detection_joins_them():
     before = scores.compute()
     scores.update_ood(OUTSIDE[30:])
     found = scores.compute()
-    expected = {"nll": m.nll, "accuracy": m.accuracy, "ece": m.ece, "brier": m.brier, "aurc": m.aurc}
+    expected = {"nll": m.nll, "accuracy": m.accuracy, "ece": m.ece, "smooth_ece": m.smooth_ece, "brier": m.brier}
+    expected["aurc"] = m.aurc
     assert list(found) == [*expected, "ood_auc", "ood_fpr95"]
     for name, metric in expected.items():
         assert found[name] == before[name] == pytest.approx(float(metric(pred, y)), rel=1e-12)

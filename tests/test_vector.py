@@ -55,11 +55,10 @@ def test_true_scale_and_bias_are_found_and_make_the_prediction():
     fitted, pred = method._fitted, method.predict(data)
     torch.testing.assert_close(fitted.scale, SCALE, rtol=0.1, atol=0)
     torch.testing.assert_close(fitted.bias, BIAS - BIAS.mean(), rtol=0, atol=0.1)
-    torch.testing.assert_close(pred.latent.mean, fitted.scale * data.outputs + fitted.bias)
-    torch.testing.assert_close(pred.probs, pred.latent.mean.softmax(-1))
+    torch.testing.assert_close(pred.probs, (fitted.scale * data.outputs + fitted.bias).softmax(-1))
+    assert torch.equal(pred.latent.mean, data.outputs)
     assert (pred.latent.variance == 0).all()
-    assert (pred.latent.mean.argmax(-1) != data.outputs.argmax(-1)).any()  # which is what fixed_mean = False says
-    assert not Vector.fixed_mean
+    assert (pred.labels != data.outputs.argmax(-1)).any()
 
 
 def test_an_infinite_ridge_is_temperature_scaling():

@@ -32,6 +32,15 @@ from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.methods import load
+from posthoc.methods.calibrators import (
+    Beta,
+    Dirichlet,
+    EnsembleTemperature,
+    EntropyTemperature,
+    Isotonic,
+    StructuredMatrix,
+    StructuredVector,
+)
 from posthoc.methods.gp import GP
 from posthoc.methods.laplace.laplace import Laplace
 from posthoc.methods.laplace_torch import LaplaceTorch
@@ -61,16 +70,21 @@ __all__ = [
     "MFVI",
     "RBF",
     "SNGP",
+    "Beta",
     "Categorical",
     "ClassificationPredictive",
     "Comparison",
     "Conformal",
     "Constant",
     "DataError",
+    "Dirichlet",
     "Dropout",
     "Ensemble",
+    "EnsembleTemperature",
+    "EntropyTemperature",
     "FileError",
     "Gaussian",
+    "Isotonic",
     "Kernel",
     "Laplace",
     "LaplaceTorch",
@@ -88,6 +102,8 @@ __all__ = [
     "PosthocWarning",
     "Predictive",
     "RegressionPredictive",
+    "StructuredMatrix",
+    "StructuredVector",
     "Temperature",
     "TrainingError",
     "VaLLA",

@@ -23,6 +23,7 @@ from posthoc.evaluate.scores import Scores
 from posthoc.methods.map import MAP
 from posthoc.predictive.base import Predictive
 from posthoc.predictive.calibration_error import confidence_bins
+from posthoc.predictive.classification import ClassificationPredictive
 from posthoc.validation import class_labels
 
 Curve = dict[str, list[Any]]
@@ -69,11 +70,14 @@ class Evaluation:
     seconds: float
     """For the predictions of the test data, without the scoring."""
     classes: int = 0
+    moved: float | None = None
+    """The share of rows whose predicted class is not the network's, where the method can change it."""
 
     @property
     def figures(self) -> dict[str, float]:
-        """Figures by name; see `Scores`."""
-        return self.scores.compute()
+        """Figures by name; see `Scores`. Of a method that can change the predicted class, and whose mean is the
+        network's output, also `classes_moved`, the share of rows where it does."""
+        return self.scores.compute() | ({} if self.moved is None else {"classes_moved": self.moved})
 
     def curves(self) -> dict[str, Curve]:
         """What a report draws, in types that JSON knows: those of `reliability`, `entropy`, `risk_coverage`,
@@ -99,6 +103,7 @@ def score(method: Method, test: Any, ood: Any = None, *, device: torch.device | 
         device: The GPU to wait for when time is measured, if the method computes on one.
     """
     scores, seconds, classes = Scores(method.likelihood, keep=(details,), ood=ood is not None), 0.0, 0
+    moved: list[Tensor] = []
     with closing(method.stream_with_targets(test)) as parts:
         while True:
             synchronize(device)
@@ -109,11 +114,14 @@ def score(method: Method, test: Any, ood: Any = None, *, device: torch.device | 
             if part is None:
                 break
             scores.update(*part)
-            classes = part[0].log_probs.shape[1] if hasattr(part[0], "log_probs") else 0
+            if isinstance(pred := part[0], ClassificationPredictive):
+                classes = pred.log_probs.shape[1]
+                if method.fixed_mean and not pred.keeps_argmax:
+                    moved.append((pred.labels != pred.latent.mean.argmax(-1)).double())
     if ood is not None:
         for pred in method.stream(ood if isinstance(ood, Outputs) else iterate(ood, CHUNK)):
             scores.update_ood(pred)
-    return Evaluation(scores, seconds, classes)
+    return Evaluation(scores, seconds, classes, float(torch.cat(moved).mean()) if moved else None)
 
 
 def require_ood_task(task: str, ood: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posthoc.errors import DataError, WrongTaskError
 from posthoc.predictive.base import By, Predictive, apply_by_rows, row_means
-from posthoc.predictive.calibration_error import expected_calibration_error
+from posthoc.predictive.calibration_error import expected_calibration_error, smooth_calibration_error
 from posthoc.validation import class_labels, integer, regression_targets
 
 Score = Callable[[Predictive, Any], Tensor]
@@ -34,6 +34,11 @@ def log_loss(pred: Predictive, y: Any) -> Tensor:  # (N,)
 def confidence(pred: Predictive, y: Any = None) -> Tensor:  # (N,)
     """The probability of the predicted class."""
     return pred.log_probs.gather(-1, pred.labels[:, None]).squeeze(-1).double().exp()
+
+
+def class_probabilities(pred: Predictive, y: Any = None) -> Tensor:  # (N, C)
+    """The probabilities of all classes."""
+    return pred.log_probs.double().exp()
 
 
 def hit(pred: Predictive, y: Any) -> Tensor:  # (N,)
@@ -89,6 +94,15 @@ def interval_width(pred: Predictive, y: Any, level: float) -> Tensor:  # (N,)
     return row_means(upper.double() - lower.double())
 
 
+def winkler_score(pred: Predictive, y: Any, level: float) -> Tensor:  # (N,)
+    """The interval score of the central interval, averaged over the outputs: its width, and 2/(1 - level) times the
+    distance by which it misses the target (Gneiting and Raftery, 2007)."""
+    y = real_targets(pred, y).double()
+    lower, upper = (end.double() for end in pred.interval(level))
+    missed = (lower - y).clamp_min(0.0) + (y - upper).clamp_min(0.0)
+    return row_means(upper - lower + 2.0 / (1.0 - level) * missed)
+
+
 def uncertainty(pred: Predictive, y: Any = None, by: By = None) -> Tensor:  # (N,)
     """`pred.uncertainty(by)`, by default the entropy of classes or the standard deviation of real numbers."""
     return pred.uncertainty(by)
@@ -140,6 +154,24 @@ def ece(pred: Predictive, y: Any, bins: int = 15, *, equal_mass: bool = False) -
     """
     bins = integer("bins", bins, 1)
     return expected_calibration_error(scores(confidence, pred, y), scores(hit, pred, y), bins, equal_mass=equal_mass)
+
+
+def smooth_ece(pred: Predictive, y: Any) -> Tensor:
+    """Smooth calibration error of the predicted class: without bins (see `smooth_calibration_error`)."""
+    return smooth_calibration_error(scores(confidence, pred, y), scores(hit, pred, y))
+
+
+def classwise_ece(pred: Predictive, y: Any, bins: int = 15) -> Tensor:
+    """The expected calibration error of the probability of each class, averaged over the classes (Kull et al., 2019).
+
+    Args:
+        pred: Class predictions for N rows.
+        y: (N,) class labels.
+        bins: Number of bins of equal width.
+    """
+    bins, labels = integer("bins", bins, 1), class_labels(y, pred.log_probs)
+    columns = scores(class_probabilities, pred, y).mT.contiguous()
+    return torch.stack([expected_calibration_error(p, labels == c, bins) for c, p in enumerate(columns)]).mean()
 
 
 def brier(pred: Predictive, y: Any) -> Tensor:
@@ -195,6 +227,17 @@ def width(pred: Predictive, y: Any, level: float = 0.95) -> Tensor:
     return scores(partial(interval_width, level=level), pred, y).mean()
 
 
+def interval_score(pred: Predictive, y: Any, level: float = 0.9) -> Tensor:
+    """The mean interval score (Winkler score) of the central interval of the given level: smaller is better."""
+    return scores(partial(winkler_score, level=level), pred, y).mean()
+
+
+def pit_error(pred: Predictive, y: Any) -> Tensor:
+    """The calibration error of the probability integral transform, ∫₀¹ |share of targets below the u-quantile - u| du,
+    from 0 to 0.5."""
+    return distance_to_uniform(scores(probability_below, pred, y))
+
+
 def cqm(pred: Predictive, y: Any) -> Tensor:
     """The centered quantile metric, ∫₀¹ |share of targets inside the central α-interval - α| dα, from 0 to 0.5."""
     return cqm_of(scores(probability_below, pred, y))
@@ -203,13 +246,22 @@ def cqm(pred: Predictive, y: Any) -> Tensor:
 def cqm_of(below: Tensor) -> Tensor:
     """The centered quantile metric from predicted probabilities of values below the targets.
 
-    A target is inside the central α-interval as soon as α reaches u = |2 cdf(y) - 1|, so the share is the empirical
-    distribution of u, a step function, and the integral is exact.
+    A target is inside the central α-interval as soon as α reaches |2 cdf(y) - 1|, so the share is the empirical
+    distribution of these.
     """
-    u = (2.0 * below - 1.0).abs().reshape(-1).sort().values
+    return distance_to_uniform((2.0 * below - 1.0).abs())
+
+
+def distance_to_uniform(values: Tensor) -> Tensor:
+    """∫₀¹ |F(t) - t| dt, F the empirical distribution of values in [0, 1]: a step function, so the integral is exact.
+
+    Args:
+        values: A tensor of any shape.
+    """
+    u = values.reshape(-1).sort().values
     edges = torch.cat([u.new_zeros(1), u, u.new_ones(1)])
     heights = torch.arange(len(u) + 1, dtype=u.dtype, device=u.device) / len(u)  # between consecutive edges
-    # ∫|h - α| over [a, b] is a sum of triangles: with F(t) = t|t|/2, it is F(b - h) - F(a - h).
+    # ∫|h - t| over [a, b] is a sum of triangles: with G(t) = t|t|/2, it is G(b - h) - G(a - h).
     ends, starts = edges[1:] - heights, edges[:-1] - heights
     return 0.5 * (ends * ends.abs() - starts * starts.abs()).sum()
 

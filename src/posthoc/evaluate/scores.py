@@ -16,7 +16,7 @@ from posthoc.evaluate import metrics as m
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.registry import make_likelihood
 from posthoc.predictive.base import Predictive
-from posthoc.predictive.calibration_error import expected_calibration_error
+from posthoc.predictive.calibration_error import expected_calibration_error, smooth_calibration_error
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,16 @@ METRICS: dict[str, Metric] = {
     "nll": Metric((m.log_loss,)),
     "accuracy": Metric((m.hit,)),
     "ece": Metric((m.confidence, m.hit), expected_calibration_error),
+    "smooth_ece": Metric((m.confidence, m.hit), smooth_calibration_error),
     "brier": Metric((m.squared_distance,)),
     "rmse": Metric((m.squared_error,), lambda squares: squares.mean().sqrt()),
     "mae": Metric((m.absolute_error,)),
     "crps": Metric((m.ranked_probability_score,)),
     "cqm": Metric((m.probability_below,), m.cqm_of),
+    "pit_error": Metric((m.probability_below,), m.distance_to_uniform),
     **{f"coverage_{percent}": Metric((partial(m.covered, level=percent / 100),)) for percent in (50, 90, 95)},
     "width_90": Metric((partial(m.interval_width, level=0.9),)),
+    "interval_score_90": Metric((partial(m.winkler_score, level=0.9),)),
     "aurc": Metric((m.uncertainty, m.default_loss), lambda score, loss: m.selective_risk(score, loss).mean()),
     "ood_auc": Metric((m.uncertainty,), m.auroc, detects=True),
     "ood_fpr95": Metric((m.uncertainty,), partial(m.fpr_at, 0.95), detects=True),
@@ -59,11 +62,13 @@ RESAMPLES, RESAMPLED_ROWS = 100, 10_000
 class Scores:
     """The figures of a task from predictions that come batch by batch.
 
-    Classification: `nll`, `accuracy`, `ece` (15 bins of equal width), `brier` (summed over classes), `aurc` (of the
-    error rate, by entropy) and, after `update_ood`, `ood_auc` and `ood_fpr95` (by entropy) and, where predictions have
-    an `ood_score`, `ood_score_auc`. Regression: `nll`, `rmse`, `mae`, `crps`, `cqm`, `coverage_50`, `coverage_90`,
-    `coverage_95`, `width_90`, `aurc` (of the squared error, by standard deviation). Shares are fractions, the rest
-    is in the user's units. A few float64 numbers a row are kept, on the CPU, however many classes there are.
+    Classification: `nll`, `accuracy`, `ece` (15 bins of equal width), `smooth_ece`, `brier` (summed over classes),
+    `aurc` (of the error rate, by entropy) and, after `update_ood`, `ood_auc` and `ood_fpr95` (by entropy) and, where
+    predictions have an `ood_score`, `ood_score_auc`. Regression: `nll`, `rmse`, `mae`, `crps`, `cqm`, `pit_error`,
+    `coverage_50`, `coverage_90`, `coverage_95`, `width_90`, `interval_score_90`, `aurc` (of the squared error, by
+    standard deviation). Shares are fractions, the rest is in the user's units. A few float64 numbers a row are kept, on
+    the CPU, however many classes there are; therefore `posthoc.evaluate.metrics.classwise_ece`, which needs all
+    probabilities, is not among the figures.
 
     Args:
         task: A likelihood, whose `metrics()` are computed, or the name of one.

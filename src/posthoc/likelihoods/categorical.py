@@ -157,7 +157,7 @@ class Categorical(Likelihood):
         return (torch.diag_embed(p) - p[:, :, None] * p[:, None, :]) / temperature.square()
 
     def metrics(self) -> tuple[str, ...]:
-        return ("nll", "accuracy", "ece", "brier", "aurc", "ood_auc", "ood_fpr95", "ood_score_auc")
+        return ("nll", "accuracy", "ece", "smooth_ece", "brier", "aurc", "ood_auc", "ood_fpr95", "ood_score_auc")
 
     def spec(self) -> dict[str, Any]:
         return {

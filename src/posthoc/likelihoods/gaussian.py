@@ -110,8 +110,8 @@ class Gaussian(Likelihood):
         return MixtureNoise(self, None if alpha == 1.0 else 1)
 
     def metrics(self) -> tuple[str, ...]:
-        coverages = ("coverage_50", "coverage_90", "coverage_95", "width_90")
-        return ("nll", "rmse", "mae", "crps", "cqm", *coverages, "aurc")
+        coverages = ("coverage_50", "coverage_90", "coverage_95", "width_90", "interval_score_90")
+        return ("nll", "rmse", "mae", "crps", "cqm", "pit_error", *coverages, "aurc")
 
     def spec(self) -> dict[str, Any]:
         return {"type": "gaussian", "noise": self.noise_form}

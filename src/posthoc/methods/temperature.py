@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from posthoc.base import Fitted, Job
 from posthoc.config import ScoreConfig, option
@@ -15,6 +15,8 @@ from posthoc.errors import OptionError, warn
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import PRIOR, TemperaturePrior, best_inverse, limit_reached
 from posthoc.methods.map import LikelihoodOnly
+from posthoc.predictive.base import Predictive
+from posthoc.predictive.classification import ClassificationPredictive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +79,10 @@ class Temperature(LikelihoodOnly):
             warn(f"{found} Fit on data that the network has not memorized, with labels in the order of its outputs.")
         nn.init.constant_(likelihood.log_temperature, -math.log(inverse))
         return Fitted(likelihood)
+
+
+def remapped(pred: Predictive, logits: Tensor, *, keeps_argmax: bool) -> Predictive:
+    """Predictions with these logits' probabilities; the latent Gaussian stays."""
+    assert isinstance(pred, ClassificationPredictive)
+    log_probs = logits.log_softmax(-1).to(pred.log_probs.dtype)
+    return replace(pred, log_probs=log_probs, keeps_argmax=keeps_argmax)

@@ -16,8 +16,8 @@ from posthoc.collect.outputs import Outputs
 from posthoc.config import SeedConfig, option
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import blocks, limit_reached
-from posthoc.methods.temperature import Temperature, TemperatureConfig
-from posthoc.predictive.base import Predictive, working_dtype
+from posthoc.methods.temperature import Temperature, TemperatureConfig, remapped
+from posthoc.predictive.base import Predictive
 
 RIDGES = (math.inf, 1000.0, 100.0, 10.0, 1.0, 0.1)
 """The ridges that are compared, from the strongest to the weakest."""
@@ -66,7 +66,6 @@ class Vector(Temperature):
     name = "vector"
     Config = VectorConfig
     config: VectorConfig
-    fixed_mean = False
     needs_classes = True
 
     @property
@@ -92,7 +91,7 @@ class Vector(Temperature):
         def predict(outputs: Outputs) -> Predictive:
             fitted.to(outputs.outputs.device)
             scaled = fitted.scale * centered(outputs.outputs.double()) + fitted.bias
-            return plain.predict(outputs.with_outputs(scaled.to(working_dtype(outputs.outputs))))
+            return remapped(plain.predict(outputs), scaled, keeps_argmax=False)
 
         return plain._replace(predict=predict)
 
