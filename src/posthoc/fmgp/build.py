@@ -77,7 +77,9 @@ class Trainer:
             typical = job.train.only().spread(TYPICAL_ROWS).to(job.device)
             assert isinstance(likelihood, Categorical)
             assert typical.targets is not None
-            likelihood.unit = torch.full_like(likelihood.unit, 1.0 / best_inverse(typical.outputs, typical.targets, PRIOR))
+            likelihood.unit = torch.full_like(
+                likelihood.unit, 1.0 / best_inverse(typical.outputs, typical.targets, PRIOR)
+            )
             return FittedFMGP(None, None, likelihood), History()
         fitted, view = self.build(job, form, likelihood, start)
         fresh = None if isinstance(job.data, Outputs) else self.fresh

@@ -415,7 +415,9 @@ def with_correction(
     best, least, unit = plain, priced_loss(uncorrected, scaled, y), mean_loss(scaled, y)
     advantage = SELECTION.process_advantage if plain.ood_strength else 0.0
     least += advantage * simple
-    forms = [form for form in SELECTION.corrections if form.matrix_ridge is None or scaled.shape[1] <= SELECTION.max_matrix]
+    forms = [
+        form for form in SELECTION.corrections if form.matrix_ridge is None or scaled.shape[1] <= SELECTION.max_matrix
+    ]
 
     def attempts(variance: VarianceForm, terms: str, forms: Sequence[CorrectionForm]) -> dict[CorrectionForm, float]:
         """Tries corrections, from the simplest on, and returns their losses."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -223,5 +223,3 @@ def corrected(pred: ClassificationPredictive, correction: MeanCorrection, *, fix
     log_p = keep_class(log_p, top) if fixed else log_p
     dtype = pred.log_probs.dtype
     return replace(pred, log_probs=log_p.to(dtype), keeps_argmax=fixed, network_log_prob=own.to(dtype))
-
-

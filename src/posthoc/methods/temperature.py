@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from posthoc.base import Fitted, Job
-from posthoc.config import ScoreConfig, option
+from posthoc.config import MethodConfig, ScoreConfig, option
 from posthoc.errors import OptionError, warn
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import PRIOR, TemperaturePrior, best_inverse, limit_reached
@@ -43,7 +43,7 @@ class TemperatureConfig(ScoreConfig):
 class Temperature(LikelihoodOnly):
     """softmax(f/τ), with the τ of greatest posterior density.
 
-    The prior of log(1/τ) is normal. It decides where there are few rows, and has next to no effect from a few hundred on.
+    The prior of log(1/τ) is normal. It decides where there are few rows, and hardly matters from a few hundred on.
 
     Args:
         model: A network, a callable, or None to work from `Outputs`.
@@ -61,8 +61,7 @@ class Temperature(LikelihoodOnly):
     """
 
     name = "temperature"
-    Config = TemperatureConfig
-    config: TemperatureConfig
+    Config: ClassVar[type[MethodConfig]] = TemperatureConfig
     wants_unseen = True
     tasks = ("classification",)
 
@@ -72,7 +71,8 @@ class Temperature(LikelihoodOnly):
         if likelihood.fixed_temperature is not None:
             raise OptionError("Temperature scaling learns the temperature: use Categorical() without one.")
         assert job.train.targets is not None
-        inverse = best_inverse(job.train.outputs, job.train.targets, self.config.prior)
+        prior = getattr(self.config, "prior", None)  # which methods built on this one may leave out
+        inverse = best_inverse(job.train.outputs, job.train.targets, prior)
         if (limit := limit_reached(job.train.outputs, inverse)) is not None:
             quality = "all right" if limit == "high" else "no better than chance"
             found = f"The predictions are {quality} on these data, so the temperature was limited to {1.0 / inverse:g}."
