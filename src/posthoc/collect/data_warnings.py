@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc.collect.outputs import Outputs
@@ -16,6 +17,10 @@ RIGHT, LOSS = 0.998, 0.01
 """A network that is right this often, and this sure of it, has hardly met these data for the first time."""
 SHARE = 0.5
 """Errors on the data of the fit that are smaller than this share of those on validation data."""
+ROWS_PER_CLASS = 50
+"""With so many rows a class, one that is never true is worth a warning; half of them show whether a refit is better."""
+MAX_COMPARED, MAX_WORK, MUCH_BETTER = 5000, 2 * 10**8, 0.1
+"""Rows and multiplications of a pass that a refit is tried with, at most, and the gain in accuracy worth a warning."""
 
 
 def warn_if_half(outputs: Tensor) -> None:
@@ -30,11 +35,60 @@ def check_classes(train: Outputs, *, required: bool) -> None:
     labels = train.targets
     assert labels is not None
     if int(labels.min()) < int(labels.max()) or (len(labels) == 1 and not required):
+        warn_of_unused_classes(train)
         return
     found = f"Expected labels of at least two classes, got class {int(labels[0])} in all {len(labels)} rows"
     if required:
         raise DataError(f"{found}: such data say nothing about what separates classes.")
     warn(f"{found}: the fit is of no use for the other classes.")
+
+
+def warn_of_unused_classes(train: Outputs) -> None:
+    """Warns of classes that are never true, where rows are many enough to show that."""
+    assert train.targets is not None
+    rows, classes = len(train), train.outputs.shape[1]
+    if rows < ROWS_PER_CLASS * classes:
+        return
+    unused = (torch.bincount(train.targets.long(), minlength=classes) == 0).nonzero().squeeze(-1).tolist()
+    if unused:
+        names = ", ".join(map(str, unused[:10])) + (", ..." if len(unused) > 10 else "")
+        which = f"class {names} is" if len(unused) == 1 else f"classes {names} are"
+        warn(f"Of {classes} classes, {which} never true in the {rows:,} rows of the fit.")
+
+
+@torch.no_grad()
+def warn_if_refit_is_better(train: Outputs, seed: int = 0) -> None:
+    """Warns where a logistic regression on the features is much more accurate on other rows than the network."""
+    if train.features is None or train.targets is None:
+        return
+    some = train.only("features").spread(MAX_COMPARED)
+    assert some.features is not None
+    assert some.targets is not None
+    classes, width = some.outputs.shape[1], some.features.shape[1]
+    if len(some) < ROWS_PER_CLASS // 2 * classes or len(some) * width * classes > MAX_WORK:
+        return
+    x, y = some.features.double(), some.targets.long()
+    x = (x - x.mean(0)) / x.std(0).clamp_min(1e-12)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
+    fit, other = order[::2], order[1::2]
+    weight = torch.zeros(width, classes, dtype=torch.float64, device=x.device, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight], 1.0, 30, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        total = F.cross_entropy(x[fit] @ weight, y[fit]) + weight.square().sum() / len(fit)
+        total.backward()
+        return total
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    refitted = float(((x[other] @ weight).argmax(-1) == y[other]).double().mean())
+    network = float((some.outputs[other].argmax(-1) == y[other]).double().mean())
+    if refitted - network >= MUCH_BETTER:
+        warn(
+            f"A logistic regression on the features is right for {refitted:.0%} of other rows, the network for "
+            f"{network:.0%}: refit the last layer rather than calibrate it."
+        )
 
 
 def warn_if_probabilities(*collected: Tensor) -> None:

@@ -24,7 +24,7 @@ from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.fmgp.inducing_points import NotKept, as_points
 from posthoc.fmgp.ood_detector import OODDetector
 from posthoc.fmgp.points import PointView, TrainingBatch
-from posthoc.fmgp.selection import Selection, folds, select_form
+from posthoc.fmgp.selection import Selection, content_order, folds, select_form
 from posthoc.io import reading
 from posthoc.kernels import RBF, Kernel, as_kernel
 from posthoc.kernels.registry import kernel_from_file
@@ -46,6 +46,8 @@ DEFAULT_STEPS = 1000
 """Default number of steps of a classification."""
 DEFAULT_LR = {"classification": 0.01, "regression": 0.02}
 """Default learning rates by task."""
+MAX_SORTED = 2**30
+"""Rows of at most so many bytes are brought into an order that does not depend on that in which they come."""
 RESIDUAL_FOLDS, MANY_RESIDUALS, MAX_RESIDUALS = 3, 30_000, 60_000
 """The distribution of residuals is learned from this many folds; from this number of rows on, from residuals of the
 fitted rows themselves, and from no more than so many."""
@@ -238,6 +240,8 @@ class FMGP(Method):
 
     def _fit_process(self, job: Job) -> FittedFMGP:
         """Selects a form of the variance, trains it on all rows, and corrects its confidence."""
+        if self.config.variance == "auto" and self._likelihood.chooses_form and job.train.nbytes <= MAX_SORTED:
+            job = replace(job, train=job.train[content_order(job.train)])  # so that the order of rows does not matter
         trainer = self._trainer(job)
         small, alone = trainer.is_small(job.train), Ranks().alone
         if trainer.fresh is not None and (job.checkpoint is not None or not alone):
@@ -252,12 +256,11 @@ class FMGP(Method):
             if self._likelihood.task == "regression":
                 return self._train_regression(job, selection, trainer)
             fitted, self.history = trainer.fit(job, selection.form)
-            fitted.correction = selection.fitted_correction
-            fitted.fixed = self.config.mean != "calibrated"
             strength = self.config.ood_strength if self.config.ood_strength is not None else selection.ood_strength
             if strength:
                 fitted.add_ood_variance(job.train, strength, selection.form.ood_exponent)
-                Ranks().share(list(fitted.buffers()))
+            fitted.correction, fitted.fixed = selection.fitted_correction, self.config.mean != "calibrated"
+            Ranks().share(list(fitted.buffers()))
             strength = strength if fitted.ood is not None else 0.0
             fitted.selection = replace(selection, ood_strength=strength, fitted_correction=None)
             return fitted

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from posthoc.base import Job
 from posthoc.collect.augmentation import Augmented
+from posthoc.collect.data_warnings import warn_if_refit_is_better
 from posthoc.collect.outputs import Outputs
+from posthoc.errors import warn
 from posthoc.fmgp.ood import best_exponent
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.mean_correction import CorrectionForm, MeanCorrection, keep_class
@@ -78,6 +80,8 @@ class SelectionConfig:
     process_advantage: float = 0.01
     """Share of the loss by which a correction that reads the network's logits has to be better, where features make
     the process less certain far from the data: the logits know nothing of that."""
+    bias_accuracy: float = 0.02
+    """Gain in accuracy from which on the network is said to favor a class."""
     max_matrix: int = 150
     """With more classes no matrix is tried."""
     ood_strength: float = 1.0
@@ -223,6 +227,8 @@ def select_form(job: Job, config: FMGPConfig, likelihood: Likelihood, trainer: T
         if mean == "network" or augmented:
             return Selection(cautious, f"{rows:,} rows are too few to compare forms")
         return compare(job, [], trainer.fit_and_score, mean)
+    if mean != "network" and not augmented:
+        warn_if_refit_is_better(job.train)
     learns_exponent = config.ood_strength is None and not augmented
     exponent = Ranks().agree(best_exponent(job.train)) if learns_exponent else 0.0
     forms = [CAUTIOUS] if augmented else candidates(rows, num_outputs)
@@ -307,7 +313,7 @@ def held_out_rows(rows: Outputs) -> int:
 
 def folds(job: Job, rows: Outputs, count: int, max_held_out: int | None = None) -> Iterator[tuple[Job, Outputs]]:
     """Splits rows into folds; for each, the job of fitting to the other rows, and the rows of the fold."""
-    order = content_order(rows.outputs)
+    order = content_order(rows)
     if rows.targets is not None and not rows.targets.is_floating_point():
         order = order[rows.targets[order].argsort(stable=True)]  # each fold has its share of every class
     for k in range(count):
@@ -320,13 +326,16 @@ def folds(job: Job, rows: Outputs, count: int, max_held_out: int | None = None) 
         yield replace(job, train=train, num_data=num_data, data=train, checkpoint=None), rows[held_out]
 
 
-def content_order(outputs: Tensor, seed: int = 0) -> Tensor:  # (N,)
-    """An order of rows that depends on their outputs alone, and not on the order in which they come."""
-    flat = outputs.flatten(1) if outputs.ndim > 1 else outputs[:, None]
-    direction = torch.randn(flat.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    size = rows_that_fit(flat.shape[1])
-    keys = [flat[start : start + size].double() @ direction.to(flat.device) for start in range(0, len(flat), size)]
-    return torch.cat(keys).argsort(stable=True)
+def content_order(rows: Outputs, seed: int = 0) -> Tensor:  # (N,)
+    """An order of rows that depends on their outputs and targets, and not on the order in which they come."""
+    direction = torch.randn(rows.outputs[0].numel(), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    direction, size = direction.to(rows.outputs.device), rows_that_fit(direction.numel())
+    parts = (rows.outputs[start : start + size] for start in range(0, len(rows), size))
+    keys = torch.cat([part.double().reshape(len(part), -1) @ direction for part in parts])
+    order = torch.arange(len(rows), device=keys.device)
+    if rows.targets is not None:
+        order = rows.targets.reshape(len(rows), -1)[:, 0].argsort(stable=True)
+    return order[keys[order].argsort(stable=True)]
 
 
 def verdict(
@@ -387,7 +396,7 @@ class HeldOutRows:
 
     def cross_fitted(self, form: CorrectionForm, log_p: Tensor, start: Sequence[Tensor] | None) -> Tensor:
         """Log-probabilities (N, C) by corrections that were each fitted to other rows."""
-        order = content_order(self.outputs, seed=1)
+        order = content_order(Outputs.trusted(outputs=self.outputs), seed=1)
         order = order[self.y[order].argsort(stable=True)]
         found = torch.empty_like(log_p, dtype=torch.float64)
         for k in range(SELECTION.correction_folds):
@@ -412,6 +421,7 @@ def with_correction(
     y, scaled = rows.y, rows.scaled
     simple = plain.form.variance == TEMPERATURE_SCALING.variance
     uncorrected = plain.recalibration.log_probs(held_out[plain.form][plain.ood_strength])
+    best_log_p = best_free = uncorrected
     best, least, unit = plain, priced_loss(uncorrected, scaled, y), mean_loss(scaled, y)
     advantage = SELECTION.process_advantage if plain.ood_strength else 0.0
     least += advantage * simple
@@ -421,21 +431,24 @@ def with_correction(
 
     def attempts(variance: VarianceForm, terms: str, forms: Sequence[CorrectionForm]) -> dict[CorrectionForm, float]:
         """Tries corrections, from the simplest on, and returns their losses."""
-        nonlocal best, least
+        nonlocal best, least, best_log_p, best_free
         log_p = held_out[variance][plain.ood_strength if variance == plain.form else 0.0]
         found: dict[CorrectionForm, float] = {}
         start, last = None, math.inf
         for form in forms:
             fitted = MeanCorrection.fit(form := form._replace(terms=terms), log_p, rows.outputs, y, start)
             start = fitted.parameters_of_fit
-            cross_fitted = rows.constrained(rows.cross_fitted(form, log_p, start))
+            free = rows.cross_fitted(form, log_p, start)
+            if mean_loss(free, y) < mean_loss(best_free, y):
+                best_free = free
+            cross_fitted = rows.constrained(free)
             score, caution = score_of(variance, cross_fitted, scaled, y), standard_error(cross_fitted, uncorrected, y)
             loss = priced_loss(cross_fitted, scaled, y) + caution / unit + advantage * (terms != "process")
             found[form] = loss
             if score.significance > SELECTION.significance and loss < least:
                 reason = f"{score.gain:.3f} nats a row better than temperature scaling on {len(y):,} held-out rows"
                 best = replace(plain, form=variance, reason=reason, recalibration=NONE, correction=form)
-                best, least = replace(best, fitted_correction=fitted), loss
+                best, least, best_log_p = replace(best, fitted_correction=fitted), loss, cross_fitted
             if form.matrix_ridge is not None:
                 if (now := mean_loss(cross_fitted, y)) > last:
                     break
@@ -447,7 +460,33 @@ def with_correction(
     near = min(range(len(found)), key=list(found.values()).__getitem__)
     for process in processes if simple else [plain.form]:
         attempts(process, "both", forms[near : near + 2])
+    if rows.fixed:
+        warn_of_bias(best_log_p, best_free, rows)
     return best
+
+
+def warn_of_bias(fixed: Tensor, free: Tensor, rows: HeldOutRows) -> None:
+    """Warns where predictions that may change the class are much better than those that keep the network's.
+
+    Args:
+        fixed: Log-probabilities (N, C) of the selected form, which keeps the class.
+        free: Log-probabilities (N, C) of the best one that may change it.
+        rows: The rows that they are of.
+    """
+    y, own = rows.y, rows.outputs.argmax(-1)
+    accuracies = [float((label == y).double().mean()) for label in (own, free.argmax(-1))]
+    gain = mean_loss(fixed, y) - mean_loss(free, y)
+    if accuracies[1] - accuracies[0] < SELECTION.bias_accuracy or gain < 3.0 * standard_error(free, fixed, y):
+        return
+    classes = rows.outputs.shape[1]
+    shares = [torch.bincount(label, minlength=classes) / len(y) for label in (own, y)]
+    favored = int((shares[0] - shares[1]).argmax())
+    predicted, true = (float(share[favored]) for share in shares)
+    warn(
+        f"The network favors class {favored}: it predicts it for {predicted:.0%} of the held-out rows, and it is true "
+        f'for {true:.0%}. mean="calibrated" would lower the negative log-likelihood from {mean_loss(fixed, y):.3g} to '
+        f"{mean_loss(free, y):.3g} and raise the accuracy from {accuracies[0]:.0%} to {accuracies[1]:.0%}."
+    )
 
 
 def with_ood(plain: Selection, held_out: HeldOut, y: Tensor, max_loss: float) -> Selection:

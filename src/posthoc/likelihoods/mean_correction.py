@@ -24,8 +24,8 @@ SCALE_RIDGE = 0.01
 """Weight of the penalty on the common scale of each term."""
 MAX_STEPS, TOLERANCE = 60, 1e-3
 """Limits of the optimizer (L-BFGS), for a loss that is a sum over rows."""
-MARGIN = 1e-4
-"""By how much the probability of the network's class exceeds all others; less for more than 1,000 classes."""
+MARGIN = 2e-4
+"""By how much the probability of the network's class exceeds all others; less for more than 500 classes."""
 
 
 class CorrectionForm(NamedTuple):

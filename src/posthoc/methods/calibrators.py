@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from posthoc.base import Fitted, Job, Predictor
 from posthoc.collect.outputs import Outputs
-from posthoc.config import MethodConfig, ScoreConfig, SeedConfig, option
+from posthoc.config import ScoreConfig, SeedConfig, option
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.methods.temperature import Temperature, remapped
 from posthoc.methods.vector import folds
@@ -39,7 +39,7 @@ class Calibrator(Temperature):
     A subclass implements `_learn` and `_map`.
     """
 
-    Config: ClassVar[type[MethodConfig]] = ScoreConfig
+    Config: ClassVar[type[ScoreConfig]] = ScoreConfig
     keeps_class: ClassVar[bool] = False
     """Whether the most probable class stays the same."""
 

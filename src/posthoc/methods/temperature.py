@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from posthoc.base import Fitted, Job
-from posthoc.config import MethodConfig, ScoreConfig, option
+from posthoc.config import ScoreConfig, option
 from posthoc.errors import OptionError, warn
 from posthoc.likelihoods.categorical import Categorical
 from posthoc.likelihoods.temperature import PRIOR, TemperaturePrior, best_inverse, limit_reached
@@ -61,7 +61,7 @@ class Temperature(LikelihoodOnly):
     """
 
     name = "temperature"
-    Config: ClassVar[type[MethodConfig]] = TemperatureConfig
+    Config: ClassVar[type[ScoreConfig]] = TemperatureConfig
     wants_unseen = True
     tasks = ("classification",)
 
