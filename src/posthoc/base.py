@@ -340,7 +340,8 @@ class Method(ABC):
         else:
             assert self.backbone is not None
             reads = self._reads()
-            outputs = collect(self.backbone, data, features="features" in reads, inputs="inputs" in reads)
+            inputs = None if "table" in reads and "inputs" not in reads else "inputs" in reads
+            outputs = collect(self.backbone, data, features="features" in reads, inputs=inputs)
         if not len(outputs):
             raise DataError("Expected at least one data point, got none.")
         return outputs
@@ -529,7 +530,7 @@ class Method(ABC):
 
     @abstractmethod
     def _reads(self) -> Collection[str]:
-        """The blocks that a fit reads besides the outputs: "features", "inputs"."""
+        """The blocks that a fit reads besides the outputs: "features", "inputs", "table" (inputs of few columns)."""
 
     def _predictor(self, fitted: Any, *, covariance: bool) -> Predictor:
         """How to predict; made once for many parts of the data.

@@ -17,7 +17,7 @@ from posthoc.collect.loaders import as_tensor, listed
 from posthoc.errors import DataError
 from posthoc.validation import require_finite
 
-NAMES = ("outputs", "targets", "features", "inputs")
+NAMES = ("outputs", "targets", "features", "inputs", "claimed_std")
 """The parts of `Outputs`."""
 
 COLUMNS = {"outputs": "columns", "features": "feature_columns", "inputs": "input_columns"}
@@ -36,7 +36,8 @@ class Outputs:
 
     Tensors, NumPy arrays or nested lists; features and inputs of more than two dimensions are flattened to rows.
     `columns`, `feature_columns` and `input_columns` are the names of the columns of `outputs`, `features` and `inputs`,
-    where a table (a DataFrame, or a file) gave them.
+    where a table (a DataFrame, or a file) gave them. `claimed_std` is the standard deviation that a regression network
+    claims for each of its outputs (see `FMGP(scale=...)`).
     """
 
     outputs: Tensor  # (N,) or (N, C), real
@@ -46,6 +47,7 @@ class Outputs:
     columns: tuple[str, ...] | None = None  # C names
     feature_columns: tuple[str, ...] | None = None  # D names
     input_columns: tuple[str, ...] | None = None  # D names
+    claimed_std: Tensor | None = None  # as outputs, above zero
 
     def __post_init__(self) -> None:
         for name in NAMES:
@@ -65,6 +67,11 @@ class Outputs:
             object.__setattr__(self, name, tensor if name == "outputs" else tensor.to(self.outputs.device))
             if len(tensor) != len(self):
                 raise DataError(f"Expected as many rows of {name} as of outputs, {len(self)}, got {len(tensor)}.")
+        if (claimed := self.claimed_std) is not None and (
+            claimed.shape != self.outputs.shape or not bool((claimed > 0).all())
+        ):
+            found = f"shape {tuple(claimed.shape)} with {int((claimed <= 0).sum())} values of at most zero"
+            raise DataError(f"Expected a claimed_std above zero for every output, {tuple(self.outputs.shape)}, got {found}.")
         if not self.outputs.is_floating_point():
             raise DataError(f"Expected real-valued outputs, got {self.outputs.dtype}.")
         for name, names in self.named().items():

@@ -23,10 +23,11 @@ from posthoc.fmgp.build import Trainer, shortened
 from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.fmgp.inducing_points import NotKept, as_points
 from posthoc.fmgp.points import PointView, TrainingBatch
-from posthoc.fmgp.selection import Selection, folds, select_form
+from posthoc.fmgp.regression import train_regression
+from posthoc.fmgp.selection import Selection, select_form
 from posthoc.io import reading
 from posthoc.kernels import RBF, Kernel, as_kernel
-from posthoc.kernels.registry import kernel_from_file
+from posthoc.kernels.registry import kernel_from_file, kernel_from_spec
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.learned_noise import MixtureNoise
@@ -35,15 +36,12 @@ from posthoc.validation import choice
 
 STEPS_PER_ROOT, MIN_STEPS, MAX_STEPS = 7.0, 200, 2000
 """By default a regression is trained for 7 √N steps, within these limits (docs/ablation.md)."""
-OF_ONE_TASK = {"residuals": ("regression", "learned"), "ood_strength": ("classification", None)}
+OF_ONE_TASK = {"residuals": ("regression", "learned"), "scale": ("regression", "auto"), "ood_strength": ("classification", None)}
 """Options that do nothing for other tasks, with the task and the default."""
 DEFAULT_STEPS = 1000
 """Default number of steps of a classification."""
 DEFAULT_LR = {"classification": 0.01, "regression": 0.02}
 """Default learning rates by task."""
-RESIDUAL_FOLDS, MANY_RESIDUALS, MAX_RESIDUALS = 3, 30_000, 60_000
-"""The distribution of residuals is learned from this many folds; from this number of rows on, from residuals of the
-fitted rows themselves, and from no more than so many."""
 
 
 def encode_points(inducing: Any) -> Any:
@@ -81,6 +79,7 @@ class FMGPConfig(ScoreConfig, FeatureConfig, TrainingConfig):
     kl: Literal["copies", "once"] | None = None
     ood_strength: float | None = option(None, least=0.0)
     residuals: Literal["learned", "gaussian"] = "learned"
+    scale: Literal["auto", "none", "learned", "claimed"] = "auto"
     cache: bool = True
     steps: int | None = option(None, least=0)  # type: ignore[assignment]
     lr: float | None = option(None, above=0.0)  # type: ignore[assignment]
@@ -228,7 +227,8 @@ class FMGP(Method):
         with single_thread(small):
             selection = select_form(job, self.config, self._likelihood, trainer)
             if self._likelihood.task == "regression":
-                return self._train_regression(job, selection, trainer)
+                fitted, self.history = train_regression(job, selection, trainer)
+                return fitted
             fitted, self.history = trainer.fit(job, selection.form)
             strength = self.config.ood_strength if self.config.ood_strength is not None else selection.ood_strength
             if strength:
@@ -246,32 +246,6 @@ class FMGP(Method):
         training = short if isinstance(job.data, Augmented) else full  # augmented images have less to learn from
         fresh = None if self.config.cache or isinstance(job.data, Outputs) else partial(self._fresh_batches, job)
         return Trainer(self.config, self._likelihood, training, short, fresh)
-
-    def _train_regression(self, job: Job, selection: Selection, trainer: Trainer) -> FittedFMGP:
-        """Trains on all rows, with the distribution of the standardized residuals if it is to be learned.
-
-        The variance is fitted to the residuals of its own rows, which therefore look smaller than those of new rows.
-        So the residuals of each fold are standardized by a variance that was fitted to the other folds. With very many
-        rows that makes no difference.
-        """
-        rows, requested = len(job.train), self.config.residuals == "gaussian"
-        likelihood = None if requested else self._likelihood.with_learned_noise(rows, self.config.alpha)
-        if likelihood is None:
-            why = "as requested" if requested else f"as {rows:,} rows are too few to learn them"
-            fitted, self.history = trainer.fit(job, selection.form)
-            fitted.selection = replace(selection, residuals=f"Gaussian residuals, {why}")
-            return fitted
-        parts = list(folds(job, job.train, RESIDUAL_FOLDS)) if rows < MANY_RESIDUALS else []
-        learned = replace(trainer, likelihood=likelihood)
-        short = replace(learned, training=shortened(trainer.training, 2))
-        fitted, self.history = learned.fit(job, selection.form)
-        pairs = [(short.fit(part, selection.form)[0], unseen) for part, unseen in parts]
-        pairs = pairs or [(fitted, job.train.spread(MAX_RESIDUALS))]
-        assert isinstance(fitted.likelihood, MixtureNoise)
-        fitted.likelihood.set_residuals(torch.cat([other.residuals(unseen) for other, unseen in pairs]))
-        Ranks().share(list(fitted.buffers()))
-        fitted.selection = replace(selection, residuals=f"residuals with a learned distribution, from {rows:,} rows")
-        return fitted
 
     def _fresh_batches(self, job: Job, view: PointView, likelihood: Likelihood) -> Generator[TrainingBatch]:
         """Batches from the network, run anew over the data of a loader."""
@@ -292,6 +266,9 @@ class FMGP(Method):
         reads = {space or ("features" if layered else "inputs") for space in self.config.kernel.spaces() or {None}}
         if self.config.ood_strength != 0.0 and layered and self._likelihood.task == "classification":
             reads.add("features")
+        learns_scale = self.config.scale in ("auto", "learned") and self.config.residuals == "learned"
+        if learns_scale and self._likelihood.task == "regression":
+            reads.add("table")
         if "features" in reads and self.backbone is not None and not layered:
             message = "Expected a model with a layer to take features from, for this kernel; found none. "
             raise LayerError(message + 'Name one with layer=..., or use a kernel on="inputs".')
@@ -302,6 +279,8 @@ class FMGP(Method):
         if shapes["normals"] is not None and isinstance(likelihood, Gaussian):
             likelihood = MixtureNoise(likelihood, shapes["normals"])
         kernel, outputs = copy.deepcopy(self.config.kernel), math.prod(self._width or ())
+        if shapes.get("chosen_kernel"):
+            kernel = kernel_from_spec(shapes["kernel"])
         return FittedFMGP.blank(shapes, kernel, self._blank_likelihood(likelihood), outputs)
 
     def _identity(self) -> dict[str, Any]:

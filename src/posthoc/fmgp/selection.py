@@ -7,8 +7,8 @@ and another form has to be clearly better than it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -132,6 +132,8 @@ class Selection:
         rows: Number of held-out rows; 0 where nothing was compared.
         candidates: Scores of all candidates, temperature scaling first.
         residuals: For a regression, the distribution of its residuals and why.
+        scale: For a regression, the unit of its residuals and the kernel's block, or why none was learned.
+        scales: The loss of each candidate for these on held-out rows, less that of a constant scale; lower is better.
     """
 
     form: VarianceForm
@@ -141,9 +143,11 @@ class Selection:
     rows: int = 0
     candidates: tuple[CandidateScore, ...] = ()
     residuals: str | None = None
+    scale: str | None = None
+    scales: Mapping[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"{self.form}: {self.reason}" + (f"; {self.residuals}" if self.residuals else "")
+        return "; ".join([f"{self.form}: {self.reason}", *filter(None, (self.residuals, self.scale))])
 
     @property
     def gain(self) -> float:

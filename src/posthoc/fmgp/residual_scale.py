@@ -1,0 +1,263 @@
+"""`ResidualScale`: the unit s(x) of a regression's residuals, and how it is learned from the errors of other rows.
+
+A Gaussian process finds variances that change smoothly. Boosted trees find edges. The process is therefore trained on
+residuals divided by a scale that two boosted models of log|r| give: of its mean, and of its .9-quantile. Blends of the
+two, shrunk by an exponent, are compared on rows that the models were not fitted to. A standard deviation that the
+network claims is a scale as well; boosted models then describe what it misses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posthoc.collect.network import TABLE_WIDTH
+from posthoc.collect.outputs import Outputs
+from posthoc.errors import DataError
+from posthoc.fmgp.trees import MAX_TREES, Trees
+from posthoc.likelihoods.base import columns
+
+QUANTILE = 0.9
+"""The quantile of log|r| that the second boosted model fits."""
+BLENDS, EXPONENTS, SIZES = (0.5, 0.0, 1.0), (1.0, 0.75, 0.5), (MAX_TREES, MAX_TREES // 2)
+"""What is compared: the weight of the second model, the exponent of the scale, the number of trees of each model."""
+CLAIMED_EXPONENTS = (1.0, 0.5)
+"""Powers of a claimed standard deviation that are compared."""
+TINY = 1e-3
+"""Added to |r|, in units of its median, before the logarithm."""
+MAX_FITTED, MAX_SCORED = 100_000, 20_000
+"""Rows that a boosted model is fitted to, and that candidates are compared on, at most."""
+LEVELS = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
+"""Levels of the quantiles that stand for the distribution in `row_losses`; the first and the last are the 90 % interval."""
+MAX_MEANS, LEAST_SHARE = 4, 0.1
+"""Outputs whose mean is checked, at most, and the share of the squared error that is worth a warning."""
+TAILS, MEDIAN_T = 4.0, 0.741
+"""Degrees of freedom of Student's t, whose log-density stands for that of the learned distribution in
+`row_losses`, and the median of its absolute value."""
+
+
+class ResidualScale(nn.Module):
+    """The scale of the residuals at each point, in a unit that the noise of the likelihood accounts for.
+
+    Args:
+        blocks: The blocks whose columns the boosted models read, with their widths.
+        models: The shapes of the boosted models (see `Trees`).
+        claimed: The power of the claimed standard deviation that the scale is proportional to.
+    """
+
+    def __init__(
+        self, blocks: Mapping[str, int], models: Sequence[Sequence[int]] = (), claimed: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.blocks, self.claimed = dict(blocks), claimed
+        self.models = nn.ModuleList(Trees(*shape) for shape in models)
+        self.register_buffer("exponents", torch.ones(len(models), dtype=torch.float64))
+        self.exponents: Tensor
+
+    @property
+    def reads(self) -> set[str]:
+        """The blocks that it reads besides the outputs."""
+        return set(self.blocks) - {"outputs"} | ({"claimed_std"} if self.claimed else set())
+
+    def forward(self, rows: Outputs) -> Tensor:
+        """The scale of some rows, (N, 1) for all outputs or (N, C)."""
+        log_scale = self.exponents.new_zeros(len(rows), 1)
+        if self.claimed:
+            log_scale = log_scale + self.claimed * log_claimed(rows)
+        if len(self.models):
+            x = block_columns(rows, self.blocks)
+            for exponent, model in zip(self.exponents, self.models, strict=True):
+                log_scale = log_scale + exponent * model(x)[:, None]
+        return log_scale.exp()
+
+    def shapes(self) -> dict[str, Any]:
+        """The arguments of the constructor, as JSON."""
+        models = [model.shape() for model in self.models]
+        return {"blocks": self.blocks, "models": models, "claimed": self.claimed}
+
+
+def log_claimed(rows: Outputs) -> Tensor:
+    """The logarithm of the claimed standard deviations, (N, C)."""
+    if rows.claimed_std is None:
+        raise DataError("Expected claimed_std, which the scale of the residuals is made of, got outputs without it.")
+    return columns(rows.claimed_std).log()
+
+
+def block_columns(rows: Outputs, blocks: Mapping[str, int]) -> Tensor:
+    """The columns of some blocks side by side, (N, D) in float64."""
+    parts = []
+    for name, width in blocks.items():
+        block = rows.space(name)
+        if block is None or block.shape[1] != width:
+            found = "none" if block is None else f"{block.shape[1]}"
+            raise DataError(f"Expected {name} of width {width}, which the scale of the residuals reads, got {found}.")
+        parts.append(block.double())
+    return torch.cat(parts, -1)
+
+
+def readable_blocks(rows: Outputs) -> dict[str, int]:
+    """The blocks for boosted models, with their widths: the outputs, and the inputs or, without them, the features."""
+    widths = {name: block.shape[1] for name in ("inputs", "features") if (block := rows.space(name)) is not None}
+    narrow = [name for name, width in widths.items() if width <= TABLE_WIDTH]
+    return {"outputs": rows.outputs[0].numel(), **{name: widths[name] for name in narrow[:1]}}
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleCandidate:
+    """A scale whose values at the rows of the fit were predicted without their own residuals.
+
+    Args:
+        log_scale: Its logarithm at all rows, (N, 1) or (N, C).
+        claimed: The power of the claimed standard deviation.
+        blend: The weight of the second boosted model; None without boosted models.
+        exponent: The power of the boosted scale.
+        trees: The number of trees of each model.
+    """
+
+    log_scale: Tensor
+    claimed: float = 0.0
+    blend: float | None = None
+    exponent: float = 1.0
+    trees: int = MAX_TREES
+
+    def __str__(self) -> str:
+        parts = [f"the claimed standard deviation to the power {self.claimed:g}"] if self.claimed else []
+        if self.blend is not None:
+            of = {0.0: "the mean of log|r|", 1.0: "the .9-quantile of |r|"}.get(self.blend, "both models of |r|")
+            parts.append(f"{self.trees} trees for {of}, to the power {self.exponent:g}")
+        return " times ".join(parts)
+
+    def fit(self, rows: Outputs, residuals: Tensor) -> ResidualScale:
+        """The scale, with boosted models of all rows."""
+        if self.blend is None:
+            scale = ResidualScale({}, claimed=self.claimed).to(residuals.device)
+        else:
+            blocks, some = readable_blocks(rows), spread_rows(len(rows), MAX_FITTED).to(residuals.device)
+            x, y = block_columns(rows[some], blocks), log_sizes(rows, residuals, self.claimed)[some]
+            weights = {None: self.exponent * (1.0 - self.blend), QUANTILE: self.exponent * self.blend}
+            kept = {quantile: weight for quantile, weight in weights.items() if weight}
+            models = [Trees.fit(x, y, quantile=quantile).first(self.trees) for quantile in kept]
+            scale = ResidualScale(blocks, [model.shape() for model in models], self.claimed).to(residuals.device)
+            scale.models = nn.ModuleList(models)
+            scale.exponents.copy_(torch.tensor(list(kept.values()), dtype=torch.float64))
+        return scale
+
+
+def best_scale(rows: Outputs, residuals: Tensor, folds: Sequence[Tensor], *, boosted: bool) -> ScaleCandidate | None:
+    """The scale that describes residuals best on rows that it was not fitted to; None where a constant does as well.
+
+    Args:
+        rows: The rows of the fit.
+        residuals: Their residuals, (N, C) in float64.
+        folds: The numbers of the rows of each fold.
+        boosted: Whether to fit boosted models; else only a claimed standard deviation is compared with a constant.
+    """
+    scored = torch.cat(list(folds))[: max(1, MAX_SCORED // residuals.shape[1])]
+    constant = torch.zeros(len(rows), 1, dtype=torch.float64, device=residuals.device)
+    reference = row_losses(constant[scored], residuals[scored])
+
+    def loss(candidate: ScaleCandidate) -> float:
+        return float(total_loss(row_losses(candidate.log_scale[scored], residuals[scored]), reference).mean())
+
+    candidates = [ScaleCandidate(constant)]
+    if rows.claimed_std is not None:
+        candidates += [ScaleCandidate(power * log_claimed(rows), power) for power in CLAIMED_EXPONENTS]
+    best = base = min(candidates, key=loss)
+    if boosted:
+        predicted = cross_fitted(rows, residuals, base.claimed, folds)
+
+        def blended(blend: float, exponent: float, trees: int) -> ScaleCandidate:
+            log_scale = (1.0 - blend) * predicted[None, trees] + blend * predicted[QUANTILE, trees]
+            log_scale = base.log_scale + exponent * log_scale[:, None]
+            return ScaleCandidate(log_scale, base.claimed, blend, exponent, trees)
+
+        # One choice after the other: the whole grid would show no more.
+        trees = min(SIZES, key=lambda trees: loss(blended(BLENDS[0], EXPONENTS[0], trees)))
+        blend = min(BLENDS, key=lambda blend: loss(blended(blend, EXPONENTS[0], trees)))
+        best = min([base, *(blended(blend, exponent, trees) for exponent in EXPONENTS)], key=loss)
+    return best if best.claimed or best.blend is not None else None
+
+
+def cross_fitted(
+    rows: Outputs, residuals: Tensor, claimed: float, folds: Sequence[Tensor]
+) -> dict[tuple[float | None, int], Tensor]:
+    """For both boosted models and all numbers of trees, log|r| (N,) as models of the other folds predict it."""
+    x, y = block_columns(rows, readable_blocks(rows)), log_sizes(rows, residuals, claimed)
+    predicted = {(quantile, trees): torch.empty_like(y) for quantile in (None, QUANTILE) for trees in SIZES}
+    for held_out, others in splits(folds):
+        for quantile in (None, QUANTILE):
+            model = Trees.fit(x[others], y[others], quantile=quantile)
+            leaves = model.leaves(x[held_out])
+            for trees in SIZES:
+                predicted[quantile, trees][held_out] = model.baseline + leaves[:, :trees].sum(-1)
+    return predicted
+
+
+def predictable_share(rows: Outputs, residuals: Tensor, folds: Sequence[Tensor]) -> float:
+    """The share of the squared error that boosted trees predict on rows that they were not fitted to; 0 unless it is
+    clearly above zero."""
+    x, unit = block_columns(rows, readable_blocks(rows)), residuals.square().mean(0).sqrt()
+    before, after = [], []
+    for held_out, others in splits(folds):
+        for r in (residuals / unit).T[:MAX_MEANS]:
+            before.append(r[held_out].square())
+            after.append((r[held_out] - Trees.fit(x[others], r[others])(x[held_out])).square())
+        if float(torch.cat(after).sum()) > (1.0 - LEAST_SHARE / 2.0) * float(torch.cat(before).sum()):
+            return 0.0  # no hope: other folds need not be tried
+    gain = torch.cat(before) - torch.cat(after)
+    clear = float(gain.mean()) > 3.0 * float(gain.std()) / math.sqrt(len(gain))
+    return float(gain.mean() / torch.cat(before).mean()) if clear else 0.0
+
+
+def fold_rows(rows: int, count: int, device: torch.device) -> list[Tensor]:
+    """The numbers of the rows of each fold: those of `posthoc.fmgp.selection.folds`."""
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).to(device)
+    return list(order.tensor_split(count))
+
+
+def splits(folds: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each fold, its rows and those of the others, up to `MAX_FITTED`."""
+    for i, held_out in enumerate(folds):
+        yield held_out, torch.cat([fold for j, fold in enumerate(folds) if j != i])[:MAX_FITTED]
+
+
+def spread_rows(rows: int, most: int) -> Tensor:
+    """At most so many row numbers, evenly spaced."""
+    return torch.linspace(0, rows - 1, min(rows, most), dtype=torch.float64).long()
+
+
+def log_sizes(rows: Outputs, residuals: Tensor, claimed: float) -> Tensor:
+    """log(|r| + tiny), (N,), in units of the claimed standard deviation to a power; of several outputs, the root mean
+    square of each in its own unit."""
+    if claimed:
+        residuals = residuals / (claimed * log_claimed(rows)).exp()
+    unit = residuals.square().mean(0).sqrt()
+    sizes = (residuals / torch.where(unit > 0, unit, 1.0)).square().mean(-1).sqrt()
+    return (sizes + TINY * sizes.median().clamp_min(TINY)).log()
+
+
+def row_losses(log_scale: Tensor, residuals: Tensor) -> Tensor:
+    """Three proper scores of each row, (3, N): minus a log-density, the CRPS, and the score of the 90 % interval.
+
+    The distribution of r / s is that of these rows: its quantiles, and Student's t of their median size.
+    """
+    scale = log_scale.exp()
+    z = residuals / scale
+    size = z.abs().median(0).values
+    size = torch.where(size > 0, size, 1.0)
+    student = 0.5 * (TAILS + 1.0) * (z / size).square().div(TAILS / MEDIAN_T**2).log1p()
+    levels = LEVELS.to(z.device)
+    error = z - z.quantile(levels, dim=0)[:, None]  # (levels, N, C)
+    pinball = 2.0 * torch.maximum(levels[:, None, None] * error, (levels[:, None, None] - 1.0) * error)
+    interval = (pinball[0] + pinball[-1]) / (2.0 * float(levels[0]))
+    return torch.stack([student + size.log() + log_scale, pinball.mean(0) * scale, interval * scale]).mean(-1)
+
+
+def total_loss(losses: Tensor, reference: Tensor) -> Tensor:
+    """The sum of the three scores of each row, (N,); CRPS and interval score in units of the reference's mean."""
+    return losses[0] + losses[1] / reference[1].mean() + losses[2] / reference[2].mean()
