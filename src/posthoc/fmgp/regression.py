@@ -74,9 +74,12 @@ class RegressionForm:
         """The same trainer with the form's kernel."""
         return trainer if self.kernel is None else replace(trainer, config=replace(trainer.config, kernel=self.kernel))
 
-    def rows(self, train: Outputs, residuals: Tensor) -> Outputs:
-        """The rows with residuals in units of the cross-fitted scale."""
-        return train if self.scale is None else in_units(train, residuals, self.scale.log_scale)
+    def rows(self, train: Outputs, residuals: Tensor, fold: int | None = None) -> Outputs:
+        """The rows with residuals in units of the cross-fitted scale, or of the one that has not seen a fold."""
+        if self.scale is None:
+            return train
+        nested = fold is not None and self.scale.unseen
+        return in_units(train, residuals, self.scale.unseen[fold] if nested else self.scale.log_scale)
 
 
 def train_regression(job: Job, selection: Selection, trainer: Trainer) -> tuple[FittedFMGP, History]:
@@ -94,7 +97,7 @@ def train_regression(job: Job, selection: Selection, trainer: Trainer) -> tuple[
     learns, note = scale_options(job, trainer, learned_noise=likelihood is not None)
     if likelihood is None:
         why = "as requested" if requested else f"as {rows:,} rows are too few to learn them"
-        claimed = ScaleCandidate(log_claimed(job.train), 1.0) if config.scale == "claimed" else None
+        claimed = ScaleCandidate(log_claimed(job.train), claimed=1.0) if config.scale == "claimed" else None
         fitted, fitted_scale, history = finish(job, RegressionForm(claimed), residuals, trainer, selection.form)
         fitted.residual_scale = fitted_scale
         note = f"scale of {claimed}" if claimed is not None else note
@@ -111,7 +114,7 @@ def train_regression(job: Job, selection: Selection, trainer: Trainer) -> tuple[
             )
     found = None
     if config.scale == "claimed":
-        found = ScaleCandidate(log_claimed(job.train), 1.0)
+        found = ScaleCandidate(log_claimed(job.train), claimed=1.0)
     elif config.scale != "none":
         found = best_scale(job.train, residuals, parts, boosted=learns)
     forms = [RegressionForm()] if config.scale != "claimed" else []
@@ -180,19 +183,19 @@ class Trial:
     ) -> None:
         self.form, self.residuals, self.parts, self.kind = form, residuals, parts, kind
         self.trainer = form.trainer(replace(trainer, training=shortened(trainer.training, 2)))
-        rows = form.rows(job.train, residuals)
-        job = replace(job, train=rows, val=job.val if form.scale is None else None)
-        self.jobs = folds(job, rows, len(parts))
+        self.job = replace(job, val=job.val if form.scale is None else None)
         self.z: list[Tensor] = []
         self.log_unit: list[Tensor] = []
 
     def next_fold(self) -> None:
         """Trains on all folds but the next, and predicts it."""
-        scale, held_out = self.form.scale, self.parts[len(self.z)]
+        fold, scale = len(self.z), self.form.scale
+        held_out = self.parts[fold]
         log_scale = scale.log_scale[held_out] if scale is not None else self.residuals.new_zeros(1, 1)
         z, std = self.residuals[held_out] / log_scale.exp(), torch.ones_like(self.residuals[held_out])
         if self.form.process:
-            part, unseen = next(self.jobs)
+            rows = self.form.rows(self.job.train, self.residuals, fold)
+            part, unseen = list(folds(replace(self.job, train=rows), rows, len(self.parts)))[fold]
             z, std = standardized(self.trainer.fit(part, self.kind)[0], unseen)
         self.z.append(z)
         self.log_unit.append(std.log() + log_scale)

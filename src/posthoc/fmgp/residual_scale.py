@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,9 +36,8 @@ LEVELS = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
 """Levels of the quantiles that stand for the distribution in `row_losses`; the first and the last are the 90 % interval."""
 MAX_MEANS, LEAST_SHARE = 4, 0.1
 """Outputs whose mean is checked, at most, and the share of the squared error that is worth a warning."""
-TAILS, MEDIAN_T = 4.0, 0.741
-"""Degrees of freedom of Student's t, whose log-density stands for that of the learned distribution in
-`row_losses`, and the median of its absolute value."""
+SPREADS, EM_STEPS = torch.logspace(-3.0, 4.0, 8, base=2.0, dtype=torch.float64), 30
+"""Standard deviations of the normals of `log_density`, in units of the median size, and the steps of their fit."""
 
 
 class ResidualScale(nn.Module):
@@ -113,6 +112,8 @@ class ScaleCandidate:
 
     Args:
         log_scale: Its logarithm at all rows, (N, 1) or (N, C).
+        unseen: For each fold, the same without the residuals of that fold, to judge on it what is trained in units of
+            the scale; empty where the scale follows from no residuals.
         claimed: The power of the claimed standard deviation.
         blend: The weight of the second boosted model; None without boosted models.
         exponent: The power of the boosted scale.
@@ -120,6 +121,7 @@ class ScaleCandidate:
     """
 
     log_scale: Tensor
+    unseen: tuple[Tensor, ...] = ()
     claimed: float = 0.0
     blend: float | None = None
     exponent: float = 1.0
@@ -166,29 +168,37 @@ def best_scale(rows: Outputs, residuals: Tensor, folds: Sequence[Tensor], *, boo
 
     candidates = [ScaleCandidate(constant)]
     if rows.claimed_std is not None:
-        candidates += [ScaleCandidate(power * log_claimed(rows), power) for power in CLAIMED_EXPONENTS]
+        candidates += [ScaleCandidate(power * log_claimed(rows), claimed=power) for power in CLAIMED_EXPONENTS]
     best = base = min(candidates, key=loss)
     if boosted:
-        predicted = cross_fitted(rows, residuals, base.claimed, folds)
+        x, y = block_columns(rows, readable_blocks(rows)), log_sizes(rows, residuals, base.claimed)
+        predicted = cross_fitted(x, y, folds)
 
         def blended(blend: float, exponent: float, trees: int) -> ScaleCandidate:
-            log_scale = (1.0 - blend) * predicted[None, trees] + blend * predicted[QUANTILE, trees]
-            log_scale = base.log_scale + exponent * log_scale[:, None]
-            return ScaleCandidate(log_scale, base.claimed, blend, exponent, trees)
+            log_scale = base.log_scale + exponent * mixed(predicted, blend, trees)
+            return ScaleCandidate(log_scale, (), base.claimed, blend, exponent, trees)
 
         # One choice after the other: the whole grid would show no more.
         trees = min(SIZES, key=lambda trees: loss(blended(BLENDS[0], EXPONENTS[0], trees)))
         blend = min(BLENDS, key=lambda blend: loss(blended(blend, EXPONENTS[0], trees)))
         best = min([base, *(blended(blend, exponent, trees) for exponent in EXPONENTS)], key=loss)
+        if best.blend is not None:
+            unseen = []
+            for i in range(len(folds)):
+                others = cross_fitted(x, y, [fold for j, fold in enumerate(folds) if j != i])
+                log_scale = base.log_scale + best.exponent * mixed(others, blend, trees)
+                unseen.append(log_scale.index_copy(0, folds[i], best.log_scale[folds[i]]))
+            best = replace(best, unseen=tuple(unseen))
     return best if best.claimed or best.blend is not None else None
 
 
-def cross_fitted(
-    rows: Outputs, residuals: Tensor, claimed: float, folds: Sequence[Tensor]
-) -> dict[tuple[float | None, int], Tensor]:
-    """For both boosted models and all numbers of trees, log|r| (N,) as models of the other folds predict it."""
-    x, y = block_columns(rows, readable_blocks(rows)), log_sizes(rows, residuals, claimed)
-    predicted = {(quantile, trees): torch.empty_like(y) for quantile in (None, QUANTILE) for trees in SIZES}
+Predicted = dict[tuple[float | None, int], Tensor]
+"""log|r| of each row, (N,), by both boosted models with each number of trees."""
+
+
+def cross_fitted(x: Tensor, y: Tensor, folds: Sequence[Tensor]) -> Predicted:
+    """What models of the other folds predict for each row, from columns (N, D) and log|r| (N,)."""
+    predicted = {(quantile, trees): torch.zeros_like(y) for quantile in (None, QUANTILE) for trees in SIZES}
     for held_out, others in splits(folds):
         for quantile in (None, QUANTILE):
             model = Trees.fit(x[others], y[others], quantile=quantile)
@@ -196,6 +206,11 @@ def cross_fitted(
             for trees in SIZES:
                 predicted[quantile, trees][held_out] = model.baseline + leaves[:, :trees].sum(-1)
     return predicted
+
+
+def mixed(predicted: Predicted, blend: float, trees: int) -> Tensor:
+    """A blend of both models, (N, 1)."""
+    return ((1.0 - blend) * predicted[None, trees] + blend * predicted[QUANTILE, trees])[:, None]
 
 
 def predictable_share(rows: Outputs, residuals: Tensor, folds: Sequence[Tensor]) -> float:
@@ -244,18 +259,27 @@ def log_sizes(rows: Outputs, residuals: Tensor, claimed: float) -> Tensor:
 def row_losses(log_scale: Tensor, residuals: Tensor) -> Tensor:
     """Three proper scores of each row, (3, N): minus a log-density, the CRPS, and the score of the 90 % interval.
 
-    The distribution of r / s is that of these rows: its quantiles, and Student's t of their median size.
+    The distribution of r / s is that of these rows: a mixture of normals around zero, and the quantiles.
     """
     scale = log_scale.exp()
     z = residuals / scale
-    size = z.abs().median(0).values
-    size = torch.where(size > 0, size, 1.0)
-    student = 0.5 * (TAILS + 1.0) * (z / size).square().div(TAILS / MEDIAN_T**2).log1p()
     levels = LEVELS.to(z.device)
     error = z - z.quantile(levels, dim=0)[:, None]  # (levels, N, C)
     pinball = 2.0 * torch.maximum(levels[:, None, None] * error, (levels[:, None, None] - 1.0) * error)
     interval = (pinball[0] + pinball[-1]) / (2.0 * float(levels[0]))
-    return torch.stack([student + size.log() + log_scale, pinball.mean(0) * scale, interval * scale]).mean(-1)
+    return torch.stack([log_scale - log_density(z), pinball.mean(0) * scale, interval * scale]).mean(-1)
+
+
+def log_density(z: Tensor) -> Tensor:
+    """The log-density of z, (N, C), by a mixture of normals around zero that is fitted to each column."""
+    unit = z.abs().median(0).values
+    unit = torch.where(unit > 0, unit, 1.0)
+    spreads = SPREADS.to(z.device)
+    fit = -0.5 * (z / unit)[..., None].div(spreads).square() - spreads.log() - 0.5 * math.log(2.0 * math.pi)
+    log_weights = torch.full_like(fit[:1], -math.log(len(spreads)))
+    for _ in range(EM_STEPS):
+        log_weights = (fit + log_weights).log_softmax(-1).logsumexp(0, keepdim=True) - math.log(len(z))
+    return (fit + log_weights).logsumexp(-1) - unit.log()
 
 
 def total_loss(losses: Tensor, reference: Tensor) -> Tensor:
