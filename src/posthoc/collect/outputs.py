@@ -71,7 +71,9 @@ class Outputs:
             claimed.shape != self.outputs.shape or not bool((claimed > 0).all())
         ):
             found = f"shape {tuple(claimed.shape)} with {int((claimed <= 0).sum())} values of at most zero"
-            raise DataError(f"Expected a claimed_std above zero for every output, {tuple(self.outputs.shape)}, got {found}.")
+            raise DataError(
+                f"Expected a claimed_std above zero for every output, {tuple(self.outputs.shape)}, got {found}."
+            )
         if not self.outputs.is_floating_point():
             raise DataError(f"Expected real-valued outputs, got {self.outputs.dtype}.")
         for name, names in self.named().items():

@@ -36,7 +36,11 @@ from posthoc.validation import choice
 
 STEPS_PER_ROOT, MIN_STEPS, MAX_STEPS = 7.0, 200, 2000
 """By default a regression is trained for 7 √N steps, within these limits (docs/ablation.md)."""
-OF_ONE_TASK = {"residuals": ("regression", "learned"), "scale": ("regression", "auto"), "ood_strength": ("classification", None)}
+OF_ONE_TASK = {
+    "residuals": ("regression", "learned"),
+    "scale": ("regression", "auto"),
+    "ood_strength": ("classification", None),
+}
 """Options that do nothing for other tasks, with the task and the default."""
 DEFAULT_STEPS = 1000
 """Default number of steps of a classification."""

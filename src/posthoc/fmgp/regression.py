@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -179,7 +180,13 @@ class Trial:
     """
 
     def __init__(
-        self, form: RegressionForm, job: Job, residuals: Tensor, parts: list[Tensor], trainer: Trainer, kind: VarianceForm
+        self,
+        form: RegressionForm,
+        job: Job,
+        residuals: Tensor,
+        parts: list[Tensor],
+        trainer: Trainer,
+        kind: VarianceForm,
     ) -> None:
         self.form, self.residuals, self.parts, self.kind = form, residuals, parts, kind
         self.trainer = form.trainer(replace(trainer, training=shortened(trainer.training, 2)))
@@ -195,7 +202,7 @@ class Trial:
         z, std = self.residuals[held_out] / log_scale.exp(), torch.ones_like(self.residuals[held_out])
         if self.form.process:
             rows = self.form.rows(self.job.train, self.residuals, fold)
-            part, unseen = list(folds(replace(self.job, train=rows), rows, len(self.parts)))[fold]
+            part, unseen = next(islice(folds(replace(self.job, train=rows), rows, len(self.parts)), fold, None))
             z, std = standardized(self.trainer.fit(part, self.kind)[0], unseen)
         self.z.append(z)
         self.log_unit.append(std.log() + log_scale)

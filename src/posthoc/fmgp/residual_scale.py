@@ -9,7 +9,7 @@ network claims is a scale as well; boosted models then describe what it misses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,20 +43,28 @@ SPREADS, EM_STEPS = torch.logspace(-3.0, 4.0, 8, base=2.0, dtype=torch.float64),
 class ResidualScale(nn.Module):
     """The scale of the residuals at each point, in a unit that the noise of the likelihood accounts for.
 
+    Trees are constant outside the range of the rows of the fit. There the scale is multiplied by 1 + the largest
+    distance from the range of a column, in standard deviations of the column.
+
     Args:
-        blocks: The blocks whose columns the boosted models read, with their widths.
+        blocks: The blocks whose columns the boosted models read, in this order, with their widths.
         models: The shapes of the boosted models (see `Trees`).
         claimed: The power of the claimed standard deviation that the scale is proportional to.
     """
 
     def __init__(
-        self, blocks: Mapping[str, int], models: Sequence[Sequence[int]] = (), claimed: float = 0.0
+        self, blocks: Iterable[tuple[str, int]], models: Sequence[Sequence[int]] = (), claimed: float = 0.0
     ) -> None:
         super().__init__()
         self.blocks, self.claimed = dict(blocks), claimed
         self.models = nn.ModuleList(Trees(*shape) for shape in models)
         self.register_buffer("exponents", torch.ones(len(models), dtype=torch.float64))
+        for name in ("low", "high", "spread"):
+            self.register_buffer(name, torch.ones(sum(self.blocks.values()), dtype=torch.float64))
         self.exponents: Tensor
+        self.low: Tensor
+        self.high: Tensor
+        self.spread: Tensor
 
     @property
     def reads(self) -> set[str]:
@@ -72,12 +80,20 @@ class ResidualScale(nn.Module):
             x = block_columns(rows, self.blocks)
             for exponent, model in zip(self.exponents, self.models, strict=True):
                 log_scale = log_scale + exponent * model(x)[:, None]
+            outside = torch.maximum(self.low - x, x - self.high).clamp_min(0.0) / self.spread
+            log_scale = log_scale + outside.amax(-1, keepdim=True).log1p()
         return log_scale.exp()
+
+    def set_range(self, x: Tensor) -> None:
+        """Sets the range of the rows of the fit, (N, D)."""
+        self.low, self.high = x.amin(0), x.amax(0)
+        spread = x.std(0)
+        self.spread = torch.where(spread > 0, spread, torch.ones_like(spread))
 
     def shapes(self) -> dict[str, Any]:
         """The arguments of the constructor, as JSON."""
         models = [model.shape() for model in self.models]
-        return {"blocks": self.blocks, "models": models, "claimed": self.claimed}
+        return {"blocks": list(self.blocks.items()), "models": models, "claimed": self.claimed}
 
 
 def log_claimed(rows: Outputs) -> Tensor:
@@ -137,16 +153,19 @@ class ScaleCandidate:
     def fit(self, rows: Outputs, residuals: Tensor) -> ResidualScale:
         """The scale, with boosted models of all rows."""
         if self.blend is None:
-            scale = ResidualScale({}, claimed=self.claimed).to(residuals.device)
+            scale = ResidualScale((), claimed=self.claimed).to(residuals.device)
         else:
             blocks, some = readable_blocks(rows), spread_rows(len(rows), MAX_FITTED).to(residuals.device)
             x, y = block_columns(rows[some], blocks), log_sizes(rows, residuals, self.claimed)[some]
             weights = {None: self.exponent * (1.0 - self.blend), QUANTILE: self.exponent * self.blend}
             kept = {quantile: weight for quantile, weight in weights.items() if weight}
-            models = [Trees.fit(x, y, quantile=quantile).first(self.trees) for quantile in kept]
-            scale = ResidualScale(blocks, [model.shape() for model in models], self.claimed).to(residuals.device)
+            models = [Trees.fit(x, y, quantile=quantile, trees=self.trees) for quantile in kept]
+            scale = ResidualScale(blocks.items(), [model.shape() for model in models], self.claimed).to(
+                residuals.device
+            )
             scale.models = nn.ModuleList(models)
             scale.exponents.copy_(torch.tensor(list(kept.values()), dtype=torch.float64))
+            scale.set_range(block_columns(rows, blocks))
         return scale
 
 
@@ -185,7 +204,7 @@ def best_scale(rows: Outputs, residuals: Tensor, folds: Sequence[Tensor], *, boo
         if best.blend is not None:
             unseen = []
             for i in range(len(folds)):
-                others = cross_fitted(x, y, [fold for j, fold in enumerate(folds) if j != i])
+                others = cross_fitted(x, y, [fold for j, fold in enumerate(folds) if j != i], blend, [trees])
                 log_scale = base.log_scale + best.exponent * mixed(others, blend, trees)
                 unseen.append(log_scale.index_copy(0, folds[i], best.log_scale[folds[i]]))
             best = replace(best, unseen=tuple(unseen))
@@ -196,14 +215,19 @@ Predicted = dict[tuple[float | None, int], Tensor]
 """log|r| of each row, (N,), by both boosted models with each number of trees."""
 
 
-def cross_fitted(x: Tensor, y: Tensor, folds: Sequence[Tensor]) -> Predicted:
-    """What models of the other folds predict for each row, from columns (N, D) and log|r| (N,)."""
-    predicted = {(quantile, trees): torch.zeros_like(y) for quantile in (None, QUANTILE) for trees in SIZES}
+def cross_fitted(
+    x: Tensor, y: Tensor, folds: Sequence[Tensor], blend: float = BLENDS[0], sizes: Sequence[int] = SIZES
+) -> Predicted:
+    """What models of the other folds predict for each row, from columns (N, D) and log|r| (N,): those models that a
+    blend has, with each number of trees."""
+    predicted = {(quantile, trees): torch.zeros_like(y) for quantile in (None, QUANTILE) for trees in sizes}
     for held_out, others in splits(folds):
         for quantile in (None, QUANTILE):
-            model = Trees.fit(x[others], y[others], quantile=quantile)
+            if blend == (0.0 if quantile else 1.0):
+                continue
+            model = Trees.fit(x[others], y[others], quantile=quantile, trees=max(sizes))
             leaves = model.leaves(x[held_out])
-            for trees in SIZES:
+            for trees in sizes:
                 predicted[quantile, trees][held_out] = model.baseline + leaves[:, :trees].sum(-1)
     return predicted
 

@@ -59,19 +59,20 @@ class Trees(nn.Module):
         self.register_buffer("baseline", torch.zeros((), dtype=torch.float64))
 
     @classmethod
-    def fit(cls, x: Tensor, y: Tensor, *, quantile: float | None = None) -> Self:
+    def fit(cls, x: Tensor, y: Tensor, *, quantile: float | None = None, trees: int = MAX_TREES) -> Self:
         """Fits scikit-learn's `HistGradientBoostingRegressor` and takes over its trees.
 
         Args:
             x: The columns, (N, D).
             y: The values, (N,).
             quantile: The quantile to fit, between 0 and 1; None: the mean.
+            trees: The number of trees.
         """
         ensemble = require("sklearn.ensemble", "scale", "A learned scale of the residuals")
         model = ensemble.HistGradientBoostingRegressor(
             loss="squared_error" if quantile is None else "quantile",
             quantile=quantile,
-            max_iter=MAX_TREES,
+            max_iter=trees,
             max_leaf_nodes=LEAVES,
             learning_rate=LEARNING_RATE,
             min_samples_leaf=ROWS_PER_LEAF,
@@ -104,7 +105,9 @@ class Trees(nn.Module):
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise PosthocError(f"{UNREADABLE} ({error!r:.200}). {ADVICE}") from error
         if not torch.allclose(found, expected, rtol=0.0, atol=TOLERANCE * float(expected.abs().max())):
-            raise PosthocError(f"{UNREADABLE} (predictions differ by {float((found - expected).abs().max()):.2g}). {ADVICE}")
+            raise PosthocError(
+                f"{UNREADABLE} (predictions differ by {float((found - expected).abs().max()):.2g}). {ADVICE}"
+            )
         return trees
 
     def _set(self, i: int, table: Any) -> None:
@@ -137,13 +140,6 @@ class Trees(nn.Module):
             goes_left = (values <= self.threshold.take(at)) | (values.isnan() & self.missing_left.take(at))
             node = torch.where(goes_left, self.left.take(at), self.right.take(at))
         return self.value.take(node + first)
-
-    def first(self, trees: int) -> Self:
-        """The same with the first trees alone."""
-        part = type(self)(trees, self.value.shape[1], self.depth)
-        state = {name: value if name == "baseline" else value[:trees] for name, value in self.state_dict().items()}
-        part.load_state_dict(state)
-        return part.to(self.value.device)
 
     def shape(self) -> list[int]:
         """The arguments of the constructor."""
