@@ -175,10 +175,10 @@ class Method(ABC):
         self.device = known_device(self.config.device)
         self.layer: str | None = getattr(self.config, "layer", None)
         self.outputs_are: str = getattr(self.config, "outputs_are", "logits")
-        if self.outputs_are != "logits" and self._likelihood.task != "classification":
-            raise OptionError(
-                f"outputs_are is an option for classification, got {self.outputs_are!r} for a regression."
-            )
+        claims = self.outputs_are == "mean-and-variance"
+        if self.outputs_are != "logits" and claims == (self._likelihood.task == "classification"):
+            kind = "regression" if claims else "classification"
+            raise OptionError(f"outputs_are={self.outputs_are!r} is for {kind}, got it for {self._likelihood.task}.")
         if model is not None and not callable(model) and hasattr(model, "predict_proba"):
             raise OptionError(
                 f"Expected a model that can be called, got a {type(model).__name__}: give its method, "
@@ -596,6 +596,8 @@ class Method(ABC):
             require_width(values, width, one_score=classes)
         if classes and (self.outputs_are != "logits" or values.shape[1:].numel() == 1):
             outputs = outputs.with_outputs(as_logits(values, self.outputs_are, rounding))
+        if self.outputs_are == "mean-and-variance":
+            outputs = outputs.with_claimed_variance()
         self._likelihood.check_outputs(outputs.outputs)
         if not targets:
             return outputs

@@ -375,7 +375,7 @@ class Reader:
                     require_finite(values, name, first_row=self.rows)
         tensors = tensors_of(batch)
         wanted = is_table(tensors, len(outputs)) if self.inputs is None else self.inputs
-        inputs = read_inputs(tensors, len(outputs)) if wanted else None
+        inputs = read_inputs(tensors, len(outputs)) if wanted and len(outputs) else None
         target = batch.target if self.targets else None
         targets = as_tensor(move(target, outputs.device)) if target is not None else None
         self.rows += len(outputs)

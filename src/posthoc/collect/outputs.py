@@ -176,6 +176,16 @@ class Outputs:
         """The same with these outputs, which were checked elsewhere."""
         return Outputs.trusted(**{**vars(self), "outputs": outputs})
 
+    def with_claimed_variance(self) -> Outputs:
+        """The same of outputs (N, 2C) that are means and variances: the means, with `claimed_std`."""
+        means, variances = self.outputs.tensor_split(2, dim=-1)
+        if self.outputs.ndim != 2 or means.shape != variances.shape or not bool((variances > 0).all()):
+            found = (
+                f"shape {tuple(self.outputs.shape)}, with {int((variances <= 0).sum())} values of at most zero there"
+            )
+            raise DataError(f"Expected outputs (N, 2 C): C means, then C variances above zero; got {found}.")
+        return Outputs.trusted(**{**vars(self), "outputs": means, "claimed_std": variances.sqrt(), "columns": None})
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
         return Outputs.trusted(**vars(self) | {name: change(part) for name, part in self.parts().items()})
 

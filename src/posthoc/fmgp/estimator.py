@@ -84,6 +84,7 @@ class FMGPConfig(ScoreConfig, FeatureConfig, TrainingConfig):
     ood_strength: float | None = option(None, least=0.0)
     residuals: Literal["learned", "gaussian"] = "learned"
     scale: Literal["auto", "none", "learned", "claimed"] = "auto"
+    outputs_are: Literal["logits", "log-probs", "probs", "mean-and-variance"] = "logits"  # type: ignore[assignment]
     cache: bool = True
     steps: int | None = option(None, least=0)  # type: ignore[assignment]
     lr: float | None = option(None, above=0.0)  # type: ignore[assignment]
@@ -149,6 +150,11 @@ class FMGP(Method):
             logits then follows the distance of the features from the data as far as the network's errors do.
         residuals: "learned": the distribution of a regression's standardized residuals is learned too, and intervals
             may be skewed (from 200 rows on). "gaussian": it is Gaussian.
+        scale: The unit of a regression's residuals, whose variance the process then describes. "auto": a scale that
+            boosted trees learn from the outputs and inputs (extra `scale`; needs "learned" residuals), one that the
+            network claims, or none, whichever is best on held-out rows, with the kernel's block where no kernel was
+            given. "learned": the same, with a warning where scikit-learn is missing. "claimed": the `claimed_std` of
+            `Outputs`. "none": one unit.
         cache: Whether the network is run once over the data. With False it is run at every step, for random
             augmentation.
         steps: Training steps. Default: 1,000 for classification; 7 √N, from 200 to 2,000, for regression.
@@ -160,7 +166,7 @@ class FMGP(Method):
         progress: Whether to show a progress bar. Default: on a terminal.
         layer: The module whose output is taken as features. Default: the input of the last `nn.Linear`.
         outputs_are: What a classifier's outputs are: "logits", "log-probs" or "probs". A single output is of class 1
-            of two.
+            of two. For a regression "mean-and-variance": the second half of the columns are claimed variances.
         device: Where to fit and to predict. Default: where the data or the network are.
 
     Example:

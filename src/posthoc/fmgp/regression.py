@@ -79,8 +79,8 @@ class RegressionForm:
         """The rows with residuals in units of the cross-fitted scale, or of the one that has not seen a fold."""
         if self.scale is None:
             return train
-        nested = fold is not None and self.scale.unseen
-        return in_units(train, residuals, self.scale.unseen[fold] if nested else self.scale.log_scale)
+        unseen = self.scale.unseen
+        return in_units(train, residuals, unseen[fold] if fold is not None and unseen else self.scale.log_scale)
 
 
 def train_regression(job: Job, selection: Selection, trainer: Trainer) -> tuple[FittedFMGP, History]:
@@ -266,6 +266,7 @@ def finish(
         fitted, history = form.trainer(trainer).fit(job, kind)
         return fitted, scale, history
     likelihood = copy.deepcopy(trainer.likelihood).to(job.device)
+    assert job.train.targets is not None
     likelihood.initialize(job.train.outputs, job.train.targets)
     return FittedFMGP(None, None, likelihood), scale, History()
 

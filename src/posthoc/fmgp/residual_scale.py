@@ -33,7 +33,7 @@ TINY = 1e-3
 MAX_FITTED, MAX_SCORED = 100_000, 20_000
 """Rows that a boosted model is fitted to, and that candidates are compared on, at most."""
 LEVELS = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
-"""Levels of the quantiles that stand for the distribution in `row_losses`; the first and the last are the 90 % interval."""
+"""Levels of the quantiles that stand for the distribution in `row_losses`: from the first to the last is 90 %."""
 MAX_MEANS, LEAST_SHARE = 4, 0.1
 """Outputs whose mean is checked, at most, and the share of the squared error that is worth a warning."""
 SPREADS, EM_STEPS = torch.logspace(-3.0, 4.0, 8, base=2.0, dtype=torch.float64), 30

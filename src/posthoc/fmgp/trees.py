@@ -1,4 +1,4 @@
-"""`Trees`: gradient-boosted trees as tensors. scikit-learn fits them; nothing of it is needed to evaluate or load them."""
+"""`Trees`: gradient-boosted trees as tensors. Fitting them needs scikit-learn; evaluating and loading them does not."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class Trees(nn.Module):
             PosthocError: The trees cannot be read, or predict something else than the model.
         """
         rows = x[:CHECKED_ROWS].double()
-        expected = torch.from_numpy(model.predict(rows.numpy()))
         try:
+            expected = torch.from_numpy(model.predict(rows.numpy()))
             tables = [stage[0].nodes for stage in model._predictors]
             size, depth = max(map(len, tables)), max(int(table["depth"].max()) for table in tables)
             trees = cls(len(tables), size, depth)
