@@ -136,7 +136,7 @@ def train_regression(job: Job, selection: Selection, trainer: Trainer) -> tuple[
     fitted.likelihood.set_residuals(z)
     Ranks().share(list(fitted.buffers()))
     fitted.residual_scale, fitted.chosen_kernel = scale, best.form.kernel is not None
-    if len(forms) > 1:
+    if len(forms) > 1 or found is not None:
         note = str(best.form)
     scores = {str(trial.form): mean_loss(trial) for trial in trials if len(forms) > 1}
     learned = f"residuals with a learned distribution, from {rows:,} rows"
@@ -258,6 +258,8 @@ def finish(
 ) -> tuple[FittedFMGP, ResidualScale | None, History]:
     """Trains the process of a form on all rows, in units of the scale, which is returned beside it."""
     scale = form.scale.fit(job.train, residuals) if form.scale is not None else None
+    if scale is not None:
+        scale.widens = not form.process
     val = job.val
     if scale is not None and val is not None:
         val = in_units(val, residuals_of(val), scale(val).log())

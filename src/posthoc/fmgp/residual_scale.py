@@ -1,8 +1,8 @@
 """`ResidualScale`: the unit s(x) of a regression's residuals, and how it is learned from the errors of other rows.
 
 A Gaussian process finds variances that change smoothly. Boosted trees find edges. The process is therefore trained on
-residuals divided by a scale that two boosted models of log|r| give: of its mean, and of its .9-quantile. Blends of the
-two, shrunk by an exponent, are compared on rows that the models were not fitted to. A standard deviation that the
+residuals divided by a scale that two boosted models of |r| give: of its mean, and of its .9-quantile. Geometric blends
+of the two, shrunk by an exponent, are compared on rows that the models were not fitted to. A standard deviation that the
 network claims is a scale as well; boosted models then describe what it misses.
 """
 
@@ -22,14 +22,14 @@ from posthoc.errors import DataError
 from posthoc.fmgp.trees import MAX_TREES, Trees
 from posthoc.likelihoods.base import columns
 
-QUANTILE = 0.9
-"""The quantile of log|r| that the second boosted model fits."""
+MODELS: dict[str, dict[str, Any]] = {"mean": {"loss": "gamma"}, "quantile": {"loss": "quantile", "quantile": 0.9}}
+"""The boosted models of |r|."""
 BLENDS, EXPONENTS, SIZES = (0.5, 0.0, 1.0), (1.0, 0.75, 0.5), (MAX_TREES, MAX_TREES // 2)
 """What is compared: the weight of the second model, the exponent of the scale, the number of trees of each model."""
 CLAIMED_EXPONENTS = (1.0, 0.5)
 """Powers of a claimed standard deviation that are compared."""
-TINY = 1e-3
-"""Added to |r|, in units of its median, before the logarithm."""
+TINY, FLOOR = 1e-3, 0.05
+"""Added to |r| in units of its median, since the gamma deviance takes positive numbers; and the least quantile."""
 MAX_FITTED, MAX_SCORED = 100_000, 20_000
 """Rows that a boosted model is fitted to, and that candidates are compared on, at most."""
 LEVELS = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
@@ -43,21 +43,27 @@ SPREADS, EM_STEPS = torch.logspace(-3.0, 4.0, 8, base=2.0, dtype=torch.float64),
 class ResidualScale(nn.Module):
     """The scale of the residuals at each point, in a unit that the noise of the likelihood accounts for.
 
-    Trees are constant outside the range of the rows of the fit. There the scale is multiplied by 1 + the largest
-    distance from the range of a column, in standard deviations of the column.
+    Trees are constant outside the range of the rows of the fit. Where no process adds variance there, the scale is
+    multiplied by √(1 + d), where d is the largest distance of a column from its range, in its standard deviations.
 
     Args:
         blocks: The blocks whose columns the boosted models read, in this order, with their widths.
-        models: The shapes of the boosted models (see `Trees`).
+        models: The names of the boosted models and their shapes (see `Trees`).
         claimed: The power of the claimed standard deviation that the scale is proportional to.
+        widens: Whether the scale grows outside the range of the rows of the fit.
     """
 
     def __init__(
-        self, blocks: Iterable[tuple[str, int]], models: Sequence[Sequence[int]] = (), claimed: float = 0.0
+        self,
+        blocks: Iterable[tuple[str, int]],
+        models: Sequence[tuple[str, Sequence[int]]] = (),
+        claimed: float = 0.0,
+        widens: bool = False,
     ) -> None:
         super().__init__()
-        self.blocks, self.claimed = dict(blocks), claimed
-        self.models = nn.ModuleList(Trees(*shape) for shape in models)
+        self.blocks, self.claimed, self.widens = dict(blocks), claimed, widens
+        self.kinds = [kind for kind, _ in models]
+        self.models = nn.ModuleList(Trees(*shape) for _, shape in models)
         self.register_buffer("exponents", torch.ones(len(models), dtype=torch.float64))
         for name in ("low", "high", "spread"):
             self.register_buffer(name, torch.ones(sum(self.blocks.values()), dtype=torch.float64))
@@ -78,10 +84,11 @@ class ResidualScale(nn.Module):
             log_scale = log_scale + self.claimed * log_claimed(rows)
         if len(self.models):
             x = block_columns(rows, self.blocks)
-            for exponent, model in zip(self.exponents, self.models, strict=True):
-                log_scale = log_scale + exponent * model(x)[:, None]
-            outside = torch.maximum(self.low - x, x - self.high).clamp_min(0.0) / self.spread
-            log_scale = log_scale + outside.amax(-1, keepdim=True).log1p()
+            for exponent, kind, model in zip(self.exponents, self.kinds, trees_of(self), strict=True):
+                log_scale = log_scale + exponent * log_prediction(kind, model(x))[:, None]
+            if self.widens:
+                outside = torch.maximum(self.low - x, x - self.high).clamp_min(0.0) / self.spread
+                log_scale = log_scale + 0.5 * outside.amax(-1, keepdim=True).log1p()
         return log_scale.exp()
 
     def set_range(self, x: Tensor) -> None:
@@ -92,8 +99,8 @@ class ResidualScale(nn.Module):
 
     def shapes(self) -> dict[str, Any]:
         """The arguments of the constructor, as JSON."""
-        models = [model.shape() for model in self.models]
-        return {"blocks": list(self.blocks.items()), "models": models, "claimed": self.claimed}
+        models = [[kind, model.shape()] for kind, model in zip(self.kinds, trees_of(self), strict=True)]
+        return {"blocks": list(self.blocks.items()), "models": models, "claimed": self.claimed, "widens": self.widens}
 
 
 def log_claimed(rows: Outputs) -> Tensor:
@@ -146,7 +153,7 @@ class ScaleCandidate:
     def __str__(self) -> str:
         parts = [f"the claimed standard deviation to the power {self.claimed:g}"] if self.claimed else []
         if self.blend is not None:
-            of = {0.0: "the mean of log|r|", 1.0: "the .9-quantile of |r|"}.get(self.blend, "both models of |r|")
+            of = {0.0: "the mean of |r|", 1.0: "the .9-quantile of |r|"}.get(self.blend, "mean and .9-quantile of |r|")
             parts.append(f"{self.trees} trees for {of}, to the power {self.exponent:g}")
         return " times ".join(parts)
 
@@ -156,14 +163,13 @@ class ScaleCandidate:
             scale = ResidualScale((), claimed=self.claimed).to(residuals.device)
         else:
             blocks, some = readable_blocks(rows), spread_rows(len(rows), MAX_FITTED).to(residuals.device)
-            x, y = block_columns(rows[some], blocks), log_sizes(rows, residuals, self.claimed)[some]
-            weights = {None: self.exponent * (1.0 - self.blend), QUANTILE: self.exponent * self.blend}
-            kept = {quantile: weight for quantile, weight in weights.items() if weight}
-            models = [Trees.fit(x, y, quantile=quantile, trees=self.trees) for quantile in kept]
-            scale = ResidualScale(blocks.items(), [model.shape() for model in models], self.claimed).to(
-                residuals.device
-            )
-            scale.models = nn.ModuleList(models)
+            x, y = block_columns(rows[some], blocks), sizes_of(rows, residuals, self.claimed)[some]
+            weights = {"mean": self.exponent * (1.0 - self.blend), "quantile": self.exponent * self.blend}
+            kept = {kind: weight for kind, weight in weights.items() if weight}
+            models = {kind: Trees.fit(x, y, trees=self.trees, **MODELS[kind]) for kind in kept}
+            shapes = [(kind, model.shape()) for kind, model in models.items()]
+            scale = ResidualScale(blocks.items(), shapes, self.claimed).to(residuals.device)
+            scale.models = nn.ModuleList(models.values())
             scale.exponents.copy_(torch.tensor(list(kept.values()), dtype=torch.float64))
             scale.set_range(block_columns(rows, blocks))
         return scale
@@ -190,7 +196,7 @@ def best_scale(rows: Outputs, residuals: Tensor, folds: Sequence[Tensor], *, boo
         candidates += [ScaleCandidate(power * log_claimed(rows), claimed=power) for power in CLAIMED_EXPONENTS]
     best = base = min(candidates, key=loss)
     if boosted:
-        x, y = block_columns(rows, readable_blocks(rows)), log_sizes(rows, residuals, base.claimed)
+        x, y = block_columns(rows, readable_blocks(rows)), sizes_of(rows, residuals, base.claimed)
         predicted = cross_fitted(x, y, folds)
 
         def blended(blend: float, exponent: float, trees: int) -> ScaleCandidate:
@@ -206,35 +212,38 @@ def best_scale(rows: Outputs, residuals: Tensor, folds: Sequence[Tensor], *, boo
             for i in range(len(folds)):
                 others = cross_fitted(x, y, [fold for j, fold in enumerate(folds) if j != i], blend, [trees])
                 log_scale = base.log_scale + best.exponent * mixed(others, blend, trees)
+                rest = torch.cat([fold for j, fold in enumerate(folds) if j != i])
+                log_scale = log_scale + (best.log_scale - log_scale)[rest].mean()  # the level is that of all rows
                 unseen.append(log_scale.index_copy(0, folds[i], best.log_scale[folds[i]]))
             best = replace(best, unseen=tuple(unseen))
     return best if best.claimed or best.blend is not None else None
 
 
-Predicted = dict[tuple[float | None, int], Tensor]
-"""log|r| of each row, (N,), by both boosted models with each number of trees."""
+Predicted = dict[tuple[str, int], Tensor]
+"""The logarithm of the size of each residual, (N,), by both boosted models with each number of trees."""
 
 
 def cross_fitted(
     x: Tensor, y: Tensor, folds: Sequence[Tensor], blend: float = BLENDS[0], sizes: Sequence[int] = SIZES
 ) -> Predicted:
-    """What models of the other folds predict for each row, from columns (N, D) and log|r| (N,): those models that a
+    """What models of the other folds predict for each row, from columns (N, D) and sizes (N,): those models that a
     blend has, with each number of trees."""
-    predicted = {(quantile, trees): torch.zeros_like(y) for quantile in (None, QUANTILE) for trees in sizes}
+    predicted = {(kind, trees): torch.zeros_like(y) for kind in MODELS for trees in sizes}
     for held_out, others in splits(folds):
-        for quantile in (None, QUANTILE):
-            if blend == (0.0 if quantile else 1.0):
+        for kind, options in MODELS.items():
+            if blend == (0.0 if kind == "quantile" else 1.0):
                 continue
-            model = Trees.fit(x[others], y[others], quantile=quantile, trees=max(sizes))
+            model = Trees.fit(x[others], y[others], trees=max(sizes), **options)
             leaves = model.leaves(x[held_out])
             for trees in sizes:
-                predicted[quantile, trees][held_out] = model.baseline + leaves[:, :trees].sum(-1)
+                value = model.baseline + leaves[:, :trees].sum(-1)
+                predicted[kind, trees][held_out] = log_prediction(kind, value)
     return predicted
 
 
 def mixed(predicted: Predicted, blend: float, trees: int) -> Tensor:
     """A blend of both models, (N, 1)."""
-    return ((1.0 - blend) * predicted[None, trees] + blend * predicted[QUANTILE, trees])[:, None]
+    return ((1.0 - blend) * predicted["mean", trees] + blend * predicted["quantile", trees])[:, None]
 
 
 def predictable_share(rows: Outputs, residuals: Tensor, folds: Sequence[Tensor]) -> float:
@@ -270,14 +279,24 @@ def spread_rows(rows: int, most: int) -> Tensor:
     return torch.linspace(0, rows - 1, min(rows, most), dtype=torch.float64).long()
 
 
-def log_sizes(rows: Outputs, residuals: Tensor, claimed: float) -> Tensor:
-    """log(|r| + tiny), (N,), in units of the claimed standard deviation to a power; of several outputs, the root mean
-    square of each in its own unit."""
+def log_prediction(kind: str, value: Tensor) -> Tensor:
+    """The logarithm of what a boosted model predicts."""
+    return value if kind == "mean" else value.clamp_min(FLOOR).log()
+
+
+def trees_of(scale: ResidualScale) -> list[Trees]:
+    """The boosted models of a scale."""
+    return [model for model in scale.models if isinstance(model, Trees)]
+
+
+def sizes_of(rows: Outputs, residuals: Tensor, claimed: float) -> Tensor:
+    """|r| + tiny, (N,), in units of the claimed standard deviation to a power and of the median; of several outputs,
+    the root mean square of each in its own unit."""
     if claimed:
         residuals = residuals / (claimed * log_claimed(rows)).exp()
     unit = residuals.square().mean(0).sqrt()
     sizes = (residuals / torch.where(unit > 0, unit, 1.0)).square().mean(-1).sqrt()
-    return (sizes + TINY * sizes.median().clamp_min(TINY)).log()
+    return sizes / sizes.median().clamp_min(TINY) + TINY
 
 
 def row_losses(log_scale: Tensor, residuals: Tensor) -> Tensor:

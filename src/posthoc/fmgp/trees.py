@@ -59,18 +59,21 @@ class Trees(nn.Module):
         self.register_buffer("baseline", torch.zeros((), dtype=torch.float64))
 
     @classmethod
-    def fit(cls, x: Tensor, y: Tensor, *, quantile: float | None = None, trees: int = MAX_TREES) -> Self:
+    def fit(
+        cls, x: Tensor, y: Tensor, *, loss: str = "squared_error", quantile: float | None = None, trees: int = MAX_TREES
+    ) -> Self:
         """Fits scikit-learn's `HistGradientBoostingRegressor` and takes over its trees.
 
         Args:
             x: The columns, (N, D).
             y: The values, (N,).
-            quantile: The quantile to fit, between 0 and 1; None: the mean.
+            loss: The loss, as scikit-learn names it. Trees of "gamma" predict the logarithm of the mean.
+            quantile: The quantile to fit with loss "quantile".
             trees: The number of trees.
         """
         ensemble = require("sklearn.ensemble", "scale", "A learned scale of the residuals")
         model = ensemble.HistGradientBoostingRegressor(
-            loss="squared_error" if quantile is None else "quantile",
+            loss=loss,
             quantile=quantile,
             max_iter=trees,
             max_leaf_nodes=LEAVES,
@@ -86,7 +89,7 @@ class Trees(nn.Module):
         """The trees of a fitted `HistGradientBoostingRegressor` with numerical columns.
 
         Args:
-            model: The model; its loss has to predict the sum of the trees itself.
+            model: The model. Of loss "gamma", the trees predict the logarithm of its predictions.
             x: Rows, (N, D), to compare the predictions on.
 
         Raises:
@@ -95,6 +98,7 @@ class Trees(nn.Module):
         rows = x[:CHECKED_ROWS].double()
         try:
             expected = torch.from_numpy(model.predict(rows.numpy()))
+            expected = expected.log() if model.loss == "gamma" else expected
             tables = [stage[0].nodes for stage in model._predictors]
             size, depth = max(map(len, tables)), max(int(table["depth"].max()) for table in tables)
             trees = cls(len(tables), size, depth)
