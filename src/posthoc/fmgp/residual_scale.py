@@ -1,9 +1,9 @@
 """`ResidualScale`: the unit s(x) of a regression's residuals, and how it is learned from the errors of other rows.
 
 A Gaussian process finds variances that change smoothly. Boosted trees find edges. The process is therefore trained on
-residuals divided by a scale that two boosted models of |r| give: of its mean, and of its .9-quantile. Geometric blends
-of the two, shrunk by an exponent, are compared on rows that the models were not fitted to. A standard deviation that the
-network claims is a scale as well; boosted models then describe what it misses.
+residuals divided by a scale that two boosted models of |r| give: of its mean, and of its .9-quantile. Geometric
+blends of the two, shrunk by an exponent, are compared on rows that the models were not fitted to. A standard deviation
+that the network claims is a scale as well; boosted models then describe what it misses.
 """
 
 from __future__ import annotations
