@@ -136,8 +136,8 @@ def conformal_quantiles(fit: Outputs, seed: int) -> Law:
     spread = 0.5 * (draws[:, None] - draws).abs().mean()
 
     def predict(rows: Outputs) -> dict[str, Tensor]:
-        x, r = columns(rows)
-        s, r = torch.from_numpy(np.maximum(model.predict(x), floor)), torch.from_numpy(r)
+        x, error = columns(rows)
+        s, r = torch.from_numpy(np.maximum(model.predict(x), floor)), torch.from_numpy(error)
         found = {
             "crps": s * torch.cat([(part[:, None] - draws).abs().mean(-1) for part in (r / s).split(4096)]) - s * spread
         }

@@ -97,9 +97,11 @@ def test_half_precision_stays_on_disk_and_widens_in_memory(path: Path) -> None:
     data = some(2000, dtype=torch.float16)
     save_outputs(data, path)
     size = path.stat().st_size if path.suffix else sum(file.stat().st_size for file in path.iterdir())
-    assert size < 2000 * (4 * 2 + 8 + 7 * 2 + 3 * 8) * 1.3
+    assert size < 2000 * (4 * 2 + 8 + 7 * 2 + 3 * 8 + 4 * 2) * 1.3
     assert data.features is not None
-    wide = Outputs(data.outputs.float(), data.targets, data.features.float(), data.inputs)
+    assert data.claimed_std is not None
+    claimed = data.claimed_std.float()
+    wide = Outputs(data.outputs.float(), data.targets, data.features.float(), data.inputs, claimed_std=claimed)
     assert bits(open_outputs(path)) == bits(wide if path.suffix else data)
 
 

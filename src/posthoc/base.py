@@ -177,8 +177,8 @@ class Method(ABC):
         self.outputs_are: str = getattr(self.config, "outputs_are", "logits")
         claims = self.outputs_are == "mean-and-variance"
         if self.outputs_are != "logits" and claims == (self._likelihood.task == "classification"):
-            kind = "regression" if claims else "classification"
-            raise OptionError(f"outputs_are={self.outputs_are!r} is for {kind}, got it for {self._likelihood.task}.")
+            kinds = ("regression", "classification") if claims else ("classification", "regression")
+            raise OptionError(f"outputs_are is an option for {kinds[0]}, got {self.outputs_are!r} for a {kinds[1]}.")
         if model is not None and not callable(model) and hasattr(model, "predict_proba"):
             raise OptionError(
                 f"Expected a model that can be called, got a {type(model).__name__}: give its method, "

@@ -44,9 +44,8 @@ RESIDUAL_FOLDS, MANY_RESIDUALS, MAX_RESIDUALS = 3, 30_000, 60_000
 """The distribution of residuals is learned from this many folds; from this number of rows on, from residuals of the
 fitted rows themselves, and from no more than so many."""
 CLEAR = 1.0
-"""Standard errors by which a learned scale has to be better than none, and trees alone better than with a process."""
-HOPELESS = 2.0
-"""Standard errors on the first fold after which no scale is not tried on other folds."""
+"""Standard errors by which a learned scale has to be better than none, and trees alone better than with a process. No
+scale is not tried on further folds once it is so much worse."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,15 +230,15 @@ def choose(trials: list[Trial], folds: int) -> Trial:
         if fold == 0 and len(trials) > 1:
             scaled = min((t for t in remaining if t.form.scale and t.form.process), key=mean_loss)
             kept = [t for t in remaining if t is scaled or not t.form.process]
-            plain = [t for t in remaining if t.form.scale is None and not clearly_worse(t, scaled, HOPELESS)]
+            plain = [t for t in remaining if t.form.scale is None and not clearly_worse(t, scaled)]
             remaining = [*plain, *kept]
     if len(remaining) == 1:
         return remaining[0]
     best = next(t for t in remaining if t.form.scale and t.form.process)
     for other in (t for t in remaining if not t.form.process):
-        best = other if clearly_worse(best, other, CLEAR) else best
+        best = other if clearly_worse(best, other) else best
     plain = [t for t in remaining if t.form.scale is None]
-    return plain[0] if plain and not clearly_worse(plain[0], best, CLEAR) else best
+    return plain[0] if plain and not clearly_worse(plain[0], best) else best
 
 
 def mean_loss(trial: Trial) -> float:
@@ -247,10 +246,10 @@ def mean_loss(trial: Trial) -> float:
     return float(trial.losses().mean())
 
 
-def clearly_worse(trial: Trial, other: Trial, errors: float) -> bool:
-    """Whether the mean loss is larger than that of another by more than so many standard errors."""
+def clearly_worse(trial: Trial, other: Trial) -> bool:
+    """Whether the mean loss is larger than that of another by more than `CLEAR` standard errors."""
     excess = trial.losses() - other.losses()
-    return float(excess.mean()) > errors * float(excess.std()) / math.sqrt(len(excess))
+    return float(excess.mean()) > CLEAR * float(excess.std()) / math.sqrt(len(excess))
 
 
 def finish(
