@@ -13,7 +13,7 @@ from torch import nn
 from posthoc import FMGP, Outputs
 from posthoc.errors import DataError, OptionError, PosthocError, PosthocWarning
 from posthoc.evaluate.metrics import coverage, crps, nll
-from posthoc.fmgp.residual_scale import best_scale, fold_rows, row_losses, total_loss
+from posthoc.fmgp.residual_scale import best_scale, cross_fitted, fold_rows
 from posthoc.fmgp.trees import Trees
 from posthoc.kernels import Matern
 
@@ -107,22 +107,28 @@ def test_the_distance_from_the_data_widens_intervals(sharp):
 
 
 def test_a_scale_is_predicted_without_the_residual_of_its_row():
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.rand(300, 2, generator=draw).double(), 0.1 + torch.rand(300, generator=draw).double()
+    folds = fold_rows(300, 3, x.device)
+    before = cross_fitted(x, y, folds)
+    for fold in folds:
+        after = cross_fitted(x, y.index_fill(0, fold, 100.0), folds)
+        for model, predicted in before.items():
+            assert torch.equal(predicted[fold], after[model][fold])
+            assert not torch.equal(predicted, after[model])
+
+
+def test_rows_are_judged_by_a_scale_that_has_not_seen_their_fold():
     data = rows(600, 0)
     residuals = data.targets.double() - data.outputs.double()
     folds = fold_rows(600, 3, residuals.device)
     found = best_scale(data, residuals, folds, boosted=True)
-    wild = residuals.index_fill(0, folds[0], 1e6)  # the first fold's residuals do not reach its own scales
-    again = best_scale(data, wild, folds, boosted=True)
     assert found is not None
-    assert (
-        again is None
-        or (found.blend, found.trees) != (again.blend, again.trees)
-        or torch.equal(found.unseen[0][folds[1]], again.unseen[0][folds[1]])
-    )
-    constant = row_losses(torch.zeros_like(residuals), residuals)
-    assert float(total_loss(row_losses(found.log_scale, residuals), constant).mean()) < float(
-        total_loss(constant, constant).mean()
-    )
+    for fold, unseen in zip(folds, found.unseen, strict=True):
+        assert torch.equal(unseen[fold], found.log_scale[fold])
+        others = torch.ones(600, dtype=torch.bool).index_fill(0, fold, False)
+        assert not torch.equal(unseen[others], found.log_scale[others])
+        torch.testing.assert_close(unseen[others].mean(), found.log_scale[others].mean())
 
 
 def test_several_outputs_share_one_scale():
@@ -203,7 +209,7 @@ def test_blocks_that_the_scale_read_are_needed(sharp):
 # Claims.
 
 
-def claimed(n: int, seed: int) -> Outputs:
+def claimed(n, seed):
     data = rows(n, seed)
     size = torch.where((data.inputs[:, :1] > 0.6) ^ (data.inputs[:, 1:2] > 0.3), 5.0, 0.2)
     return Outputs(data.outputs, data.targets, claimed_std=0.5 * size)  # half of what it should be
