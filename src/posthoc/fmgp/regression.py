@@ -162,12 +162,12 @@ def scale_options(job: Job, trainer: Trainer, *, learned_noise: bool) -> tuple[b
 
 
 def kernels_to_try(job: Job, config: FMGPConfig, *, compare: bool) -> list[Kernel | None]:
-    """The default kernel, and that on the inputs, and on inputs and features, where no other kernel was requested."""
+    """The default kernel, and that on the inputs beside features, where no other kernel was requested."""
     train = job.train
     both = train.features is not None and train.inputs is not None and train.inputs.shape[1] <= TABLE_WIDTH
     if not compare or not both or config.kernel.recipe() != RBF().recipe():
         return [None]
-    return [None, RBF(on="inputs"), RBF(on="inputs") * RBF(on="features")]
+    return [None, RBF(on="inputs")]
 
 
 class Trial:
