@@ -259,7 +259,7 @@ def table_of(name: str, entry: dict[str, Any]) -> Table:
             for metric in METRICS
         ]
         cover = [f"{each['share']:.3f}{' ' if each['inside'] else '*'}" for each in result["coverage"].values()]
-        table.add_row(method, *cells, *cover, f"{result['fit_seconds']:.1f}")
+        table.add_row(method, *cells, *cover, f"{result['fit_cpu_seconds']:.1f}")
     return table
 
 
