@@ -35,7 +35,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def some(rows: int = 30, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Outputs:
-    """Outputs, classes, features and inputs with awkward numbers among them."""
+    """Outputs, classes, features, inputs and claimed deviations with awkward numbers among them."""
     draw = torch.Generator().manual_seed(seed)
     outputs = torch.randn(rows, 4, generator=draw).to(dtype)
     outputs[0, 0], outputs[0, 1], outputs[0, 2] = -0.0, torch.finfo(dtype).smallest_normal / 2, torch.finfo(dtype).max
@@ -44,6 +44,7 @@ def some(rows: int = 30, *, dtype: torch.dtype = torch.float32, seed: int = 0) -
         torch.randint(4, (rows,), generator=draw),
         torch.randn(rows, 7, generator=draw).to(dtype),
         torch.randn(rows, 3, generator=draw, dtype=torch.float64),
+        claimed_std=0.1 + torch.rand(rows, 4, generator=draw).to(dtype),
     )
 
 
@@ -96,9 +97,11 @@ def test_half_precision_stays_on_disk_and_widens_in_memory(path: Path) -> None:
     data = some(2000, dtype=torch.float16)
     save_outputs(data, path)
     size = path.stat().st_size if path.suffix else sum(file.stat().st_size for file in path.iterdir())
-    assert size < 2000 * (4 * 2 + 8 + 7 * 2 + 3 * 8) * 1.3
+    assert size < 2000 * (4 * 2 + 8 + 7 * 2 + 3 * 8 + 4 * 2) * 1.3
     assert data.features is not None
-    wide = Outputs(data.outputs.float(), data.targets, data.features.float(), data.inputs)
+    assert data.claimed_std is not None
+    claimed = data.claimed_std.float()
+    wide = Outputs(data.outputs.float(), data.targets, data.features.float(), data.inputs, claimed_std=claimed)
     assert bits(open_outputs(path)) == bits(wide if path.suffix else data)
 
 

@@ -197,7 +197,7 @@ MANY = partial(classes, outputs=12)
 
 # Cases named "auto" let the fit choose the form of the variance; where one is named too, it is the one chosen.
 CASES: dict[str, Case] = {
-    "regression_learnt": Case(regression, fmgp(), 30),
+    "regression_learnt": Case(regression, fmgp(scale="none"), 30),
     "regression_gaussian_inputs": Case(regression, fmgp(kernel=ON_INPUTS, residuals="gaussian", alpha=0.5), 30),
     "regression_kernels_elbo": Case(
         regression, fmgp(kernel=KERNELS, residuals="gaussian", alpha=0.0, inducing="random"), 30
@@ -208,9 +208,9 @@ CASES: dict[str, Case] = {
         regression, fmgp(val=True, lr=0.1, eval_every=5, patience=2, residuals="gaussian"), 40
     ),
     "regression_default_steps": Case(partial(regression, rows=220), fmgp(residuals="gaussian")),
-    "regression_outputs_auto": Case(THREE, fmgp(Gaussian("per_output")), 30, with_covariance),
+    "regression_outputs_auto": Case(THREE, fmgp(Gaussian("per_output"), scale="none"), 30, with_covariance),
     "regression_outputs_separable": Case(THREE, fmgp(variance="separable", residuals="gaussian"), 30, with_covariance),
-    "regression_outputs_shared": Case(THREE, fmgp(variance="shared", standardize=False), 30),
+    "regression_outputs_shared": Case(THREE, fmgp(variance="shared", standardize=False, scale="none"), 30),
     "classes_auto_separable": Case(partial(classes, rows=800), fmgp(steps=200, lr=0.05)),
     "classes_auto_per_output": Case(partial(classes, rows=400, outputs=2), fmgp(steps=150, lr=0.05, kernel=ON_INPUTS)),
     "classes_auto_temperature": Case(partial(classes, rows=400), fmgp(steps=90, lr=0.03)),
@@ -241,7 +241,7 @@ CASES: dict[str, Case] = {
     "laplace_classes_full_val": Case(classes, fit_of(Laplace, curvature="full", prior_precision="val", val=True)),
     "laplace_classes_diag": Case(classes, fit_of(Laplace, curvature="diag", prior_precision=2.0)),
     "ella_classes": Case(partial(classes, rows=150), fit_of(ELLA, network=True), None, of_inputs),
-    "conformal_intervals": Case(regression, calibrated(fmgp(steps=20))),
+    "conformal_intervals": Case(regression, calibrated(fmgp(steps=20, scale="none"))),
     "conformal_joint": Case(THREE, calibrated(fit_of(MAP), "joint")),
     "conformal_sets": Case(classes, calibrated(fmgp(variance="shared", steps=20))),
     "conformal_raps": Case(MANY, calibrated(fit_of(Temperature), "raps")),

@@ -33,7 +33,7 @@ def skewed(n: int, seed: int, outputs: int = 1) -> Outputs:
 
 
 def fitted(data: Outputs, **options: Any) -> FMGP:
-    return FMGP(None, "regression", progress=False, num_inducing=10, **options).fit(data)
+    return FMGP(None, "regression", progress=False, num_inducing=10, scale="none", **options).fit(data)
 
 
 def shares(pred: RegressionPredictive, y: Tensor, level: float) -> tuple[float, float]:
@@ -111,8 +111,8 @@ def test_few_rows_are_gaussian_as_are_others_on_request():
 
 
 def test_very_many_residuals_need_no_other_fit(monkeypatch):
-    monkeypatch.setattr("posthoc.fmgp.estimator.MANY_RESIDUALS", 300)
-    monkeypatch.setattr("posthoc.fmgp.estimator.folds", lambda *job: pytest.fail("rows were held out"))
+    monkeypatch.setattr("posthoc.fmgp.regression.MANY_RESIDUALS", 300)
+    monkeypatch.setattr("posthoc.fmgp.regression.folds", lambda *job: pytest.fail("rows were held out"))
     assert fitted(skewed(300, 0), steps=5).predict(skewed(5, 1)).residuals is not None
 
 

@@ -111,7 +111,7 @@ def test_whole_numbers_are_classes_only_among_the_targets(path: Path) -> None:
         ({"outputs": "p_rat"}, r"'p_rat'\. The columns are: id, p_dog, p_cat, label"),
         ({"outputs": ["p_cat", "q_*"]}, r"for outputs, got 'q_\*'\. The columns are: id"),
         ({"targets": "label"}, r"Expected columns for outputs, .* got none\. The columns are: id"),
-        ({"outputs": "p_*", "labels": "label"}, "outputs, targets, features, inputs, got some for labels"),
+        ({"outputs": "p_*", "labels": "label"}, "outputs, targets, features, inputs, claimed_std, got some for labels"),
         ({"outputs": ["p_*", "p_cat"]}, "each once, got p_dog, p_cat, p_cat"),
         ({"outputs": []}, "one or more columns for outputs"),
         ({"outputs": "[lw]*", "targets": "label"}, "columns of their own, got label as outputs too"),

@@ -175,10 +175,10 @@ class Method(ABC):
         self.device = known_device(self.config.device)
         self.layer: str | None = getattr(self.config, "layer", None)
         self.outputs_are: str = getattr(self.config, "outputs_are", "logits")
-        if self.outputs_are != "logits" and self._likelihood.task != "classification":
-            raise OptionError(
-                f"outputs_are is an option for classification, got {self.outputs_are!r} for a regression."
-            )
+        claims = self.outputs_are == "mean-and-variance"
+        if self.outputs_are != "logits" and claims == (self._likelihood.task == "classification"):
+            kinds = ("regression", "classification") if claims else ("classification", "regression")
+            raise OptionError(f"outputs_are is an option for {kinds[0]}, got {self.outputs_are!r} for a {kinds[1]}.")
         if model is not None and not callable(model) and hasattr(model, "predict_proba"):
             raise OptionError(
                 f"Expected a model that can be called, got a {type(model).__name__}: give its method, "
@@ -340,7 +340,8 @@ class Method(ABC):
         else:
             assert self.backbone is not None
             reads = self._reads()
-            outputs = collect(self.backbone, data, features="features" in reads, inputs="inputs" in reads)
+            inputs = None if "table" in reads and "inputs" not in reads else "inputs" in reads
+            outputs = collect(self.backbone, data, features="features" in reads, inputs=inputs)
         if not len(outputs):
             raise DataError("Expected at least one data point, got none.")
         return outputs
@@ -529,7 +530,7 @@ class Method(ABC):
 
     @abstractmethod
     def _reads(self) -> Collection[str]:
-        """The blocks that a fit reads besides the outputs: "features", "inputs"."""
+        """The blocks that a fit reads besides the outputs: "features", "inputs", "table" (inputs of few columns)."""
 
     def _predictor(self, fitted: Any, *, covariance: bool) -> Predictor:
         """How to predict; made once for many parts of the data.
@@ -595,6 +596,8 @@ class Method(ABC):
             require_width(values, width, one_score=classes)
         if classes and (self.outputs_are != "logits" or values.shape[1:].numel() == 1):
             outputs = outputs.with_outputs(as_logits(values, self.outputs_are, rounding))
+        if self.outputs_are == "mean-and-variance":
+            outputs = outputs.with_claimed_variance()
         self._likelihood.check_outputs(outputs.outputs)
         if not targets:
             return outputs

@@ -33,6 +33,9 @@ from posthoc.collect.outputs import Outputs, join
 from posthoc.errors import DataError, LayerError, PosthocError
 from posthoc.validation import require_finite
 
+TABLE_WIDTH = 256
+"""Inputs of more columns are not taken for a table."""
+
 # Eval mode, and back.
 
 LOCK = threading.RLock()
@@ -301,12 +304,14 @@ class Backbone:
             yield batch
 
     @contextmanager
-    def reading(self, *, features: bool, inputs: bool, targets: bool = True, width: Width = None) -> Iterator[Reader]:
+    def reading(
+        self, *, features: bool, inputs: bool | None, targets: bool = True, width: Width = None
+    ) -> Iterator[Reader]:
         """A context manager whose value maps batches to their `Outputs`, with the module in eval mode.
 
         Args:
             features: Whether to read the features too, if the model has any.
-            inputs: Whether to keep the inputs too, flattened.
+            inputs: Whether to keep the inputs too, flattened; None: if they are a table of up to `TABLE_WIDTH` columns.
             targets: Whether to keep the targets too, if the data have any.
             width: The shape of one row of outputs, where it is known.
         """
@@ -340,7 +345,7 @@ class Backbone:
         return captured.flatten(1)
 
 
-def collect(backbone: Backbone, data: Any, *, features: bool, inputs: bool, batch_size: int = 256) -> Outputs:
+def collect(backbone: Backbone, data: Any, *, features: bool, inputs: bool | None, batch_size: int = 256) -> Outputs:
     """Runs the predictor once over the data and keeps its outputs, with the targets."""
     with backbone.reading(features=features, inputs=inputs) as read:
         return join(list(read(iterate(data, batch_size))))
@@ -349,7 +354,7 @@ def collect(backbone: Backbone, data: Any, *, features: bool, inputs: bool, batc
 class Reader:
     """Runs a predictor on one batch after another: see `Backbone.reading`."""
 
-    def __init__(self, backbone: Backbone, *, features: bool, inputs: bool, targets: bool, width: Width) -> None:
+    def __init__(self, backbone: Backbone, *, features: bool, inputs: bool | None, targets: bool, width: Width) -> None:
         self.backbone, self.features, self.inputs, self.targets, self.width = backbone, features, inputs, targets, width
         self.rows = 0
         self.thread: int | None = None  # the one that runs a batch of this reader now
@@ -370,7 +375,9 @@ class Reader:
             for name, values in {"outputs": outputs, "features": features}.items():
                 if values is not None and not values.is_cuda:
                     require_finite(values, name, first_row=self.rows)
-        inputs = read_inputs(tensors_of(batch), len(outputs)) if self.inputs else None
+        tensors = tensors_of(batch)
+        wanted = is_table(tensors, len(outputs)) if self.inputs is None else self.inputs
+        inputs = read_inputs(tensors, len(outputs)) if wanted and len(outputs) else None
         target = batch.target if self.targets else None
         targets = as_tensor(move(target, outputs.device)) if target is not None else None
         self.rows += len(outputs)
@@ -414,6 +421,13 @@ class Reader:
 def in_same_memory(value: Any) -> Any:
     """A tensor that the model may change in shape and flags; in other memory its outputs may differ in the last bit."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def is_table(tensors: list[Tensor], rows: int) -> bool:
+    """Whether the inputs are real numbers in few columns, a row a point."""
+    if len(tensors) != 1 or tensors[0].ndim not in (1, 2) or len(tensors[0]) != rows:
+        return False
+    return tensors[0].is_floating_point() and tensors[0].shape[1:].numel() <= TABLE_WIDTH
 
 
 def read_inputs(tensors: list[Tensor], rows: int) -> Tensor:  # (rows, D)

@@ -17,7 +17,7 @@ from posthoc.collect.loaders import as_tensor, listed
 from posthoc.errors import DataError
 from posthoc.validation import require_finite
 
-NAMES = ("outputs", "targets", "features", "inputs")
+NAMES = ("outputs", "targets", "features", "inputs", "claimed_std")
 """The parts of `Outputs`."""
 
 COLUMNS = {"outputs": "columns", "features": "feature_columns", "inputs": "input_columns"}
@@ -39,7 +39,8 @@ class Outputs:
 
     Tensors, NumPy arrays or nested lists; features and inputs of more than two dimensions are flattened to rows.
     `columns`, `feature_columns` and `input_columns` are the names of the columns of `outputs`, `features` and `inputs`,
-    where a table (a DataFrame, or a file) gave them.
+    where a table (a DataFrame, or a file) gave them. `claimed_std` is the standard deviation that a regression network
+    claims for each of its outputs (see `FMGP(scale=...)`).
     """
 
     outputs: Tensor  # (N,) or (N, C), real
@@ -49,6 +50,7 @@ class Outputs:
     columns: tuple[str, ...] | None = None  # C names
     feature_columns: tuple[str, ...] | None = None  # D names
     input_columns: tuple[str, ...] | None = None  # D names
+    claimed_std: Tensor | None = None  # as outputs, above zero
 
     def __post_init__(self) -> None:
         for name in NAMES:
@@ -68,6 +70,13 @@ class Outputs:
             object.__setattr__(self, name, tensor if name == "outputs" else tensor.to(self.outputs.device))
             if len(tensor) != len(self):
                 raise DataError(f"Expected as many rows of {name} as of outputs, {len(self)}, got {len(tensor)}.")
+        if (claimed := self.claimed_std) is not None and (
+            claimed.shape != self.outputs.shape or not bool((claimed > 0).all())
+        ):
+            found = f"shape {tuple(claimed.shape)} with {int((claimed <= 0).sum())} values of at most zero"
+            raise DataError(
+                f"Expected a claimed_std above zero for every output, {tuple(self.outputs.shape)}, got {found}."
+            )
         if not self.outputs.is_floating_point():
             raise DataError(f"Expected real-valued outputs, got {self.outputs.dtype}.")
         for name, names in self.named().items():
@@ -169,6 +178,16 @@ class Outputs:
     def with_outputs(self, outputs: Tensor) -> Outputs:
         """The same with these outputs, which were checked elsewhere."""
         return Outputs.trusted(**{**vars(self), "outputs": outputs})
+
+    def with_claimed_variance(self) -> Outputs:
+        """The same of outputs (N, 2C) that are means and variances: the means, with `claimed_std`."""
+        means, variances = self.outputs.tensor_split(2, dim=-1)
+        if self.outputs.ndim != 2 or means.shape != variances.shape or not bool((variances > 0).all()):
+            found = (
+                f"shape {tuple(self.outputs.shape)}, with {int((variances <= 0).sum())} values of at most zero there"
+            )
+            raise DataError(f"Expected outputs (N, 2 C): C means, then C variances above zero; got {found}.")
+        return Outputs.trusted(**{**vars(self), "outputs": means, "claimed_std": variances.sqrt(), "columns": None})
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
         return Outputs.trusted(**vars(self) | {name: change(part) for name, part in self.parts().items()})

@@ -24,10 +24,11 @@ from posthoc.fmgp.fitted import FittedFMGP
 from posthoc.fmgp.inducing_points import NotKept, as_points
 from posthoc.fmgp.ood_detector import OODDetector
 from posthoc.fmgp.points import PointView, TrainingBatch
-from posthoc.fmgp.selection import Selection, content_order, folds, select_form
+from posthoc.fmgp.regression import train_regression
+from posthoc.fmgp.selection import Selection, content_order, select_form
 from posthoc.io import reading
 from posthoc.kernels import RBF, Kernel, as_kernel
-from posthoc.kernels.registry import kernel_from_file
+from posthoc.kernels.registry import kernel_from_file, kernel_from_spec
 from posthoc.likelihoods.base import Likelihood
 from posthoc.likelihoods.gaussian import Gaussian
 from posthoc.likelihoods.learned_noise import MixtureNoise
@@ -38,6 +39,7 @@ STEPS_PER_ROOT, MIN_STEPS, MAX_STEPS = 7.0, 200, 2000
 """By default a regression is trained for 7 √N steps, within these limits (docs/ablation.md)."""
 OF_ONE_TASK = {
     "residuals": ("regression", "learned"),
+    "scale": ("regression", "auto"),
     "ood_strength": ("classification", None),
     "mean": ("classification", "fixed"),
 }
@@ -48,9 +50,6 @@ DEFAULT_LR = {"classification": 0.01, "regression": 0.02}
 """Default learning rates by task."""
 MAX_SORTED = 2**30
 """Rows of at most so many bytes are brought into an order that does not depend on that in which they come."""
-RESIDUAL_FOLDS, MANY_RESIDUALS, MAX_RESIDUALS = 3, 30_000, 60_000
-"""The distribution of residuals is learned from this many folds; from this number of rows on, from residuals of the
-fitted rows themselves, and from no more than so many."""
 
 
 def encode_points(inducing: Any) -> Any:
@@ -90,6 +89,8 @@ class FMGPConfig(ScoreConfig, FeatureConfig, TrainingConfig):
     ood_strength: float | None = option(None, least=0.0)
     ood: Literal["knn", "mahalanobis", "none"] = "knn"
     residuals: Literal["learned", "gaussian"] = "learned"
+    scale: Literal["auto", "none", "learned", "claimed"] = "auto"
+    outputs_are: Literal["logits", "log-probs", "probs", "mean-and-variance"] = "logits"  # type: ignore[assignment]
     cache: bool = True
     steps: int | None = option(None, least=0)  # type: ignore[assignment]
     lr: float | None = option(None, above=0.0)  # type: ignore[assignment]
@@ -163,6 +164,11 @@ class FMGP(Method):
             distance to their mean. "none": these two are left out, and the head holds no rows for them.
         residuals: "learned": the distribution of a regression's standardized residuals is learned too, and intervals
             may be skewed (from 200 rows on). "gaussian": it is Gaussian.
+        scale: The unit of a regression's residuals, whose variance the process then describes. "auto": a scale that
+            boosted trees learn from the outputs and inputs (extra `scale`; needs "learned" residuals), one that the
+            network claims, or none, whichever is best on held-out rows, with the kernel's block where no kernel was
+            given. "learned": the same, with a warning where scikit-learn is missing. "claimed": the `claimed_std` of
+            `Outputs`. "none": one unit.
         cache: Whether the network is run once over the data. With False it is run at every step, for random
             augmentation.
         steps: Training steps. Default: 1,000 for classification; 7 √N, from 200 to 2,000, for regression.
@@ -174,7 +180,7 @@ class FMGP(Method):
         progress: Whether to show a progress bar. Default: on a terminal.
         layer: The module whose output is taken as features. Default: the input of the last `nn.Linear`.
         outputs_are: What a classifier's outputs are: "logits", "log-probs" or "probs". A single output is of class 1
-            of two.
+            of two. For a regression "mean-and-variance": the second half of the columns are claimed variances.
         device: Where to fit and to predict. Default: where the data or the network are.
 
     Example:
@@ -254,7 +260,8 @@ class FMGP(Method):
         with single_thread(small):
             selection = select_form(job, self.config, self._likelihood, trainer)
             if self._likelihood.task == "regression":
-                return self._train_regression(job, selection, trainer)
+                fitted, self.history = train_regression(job, selection, trainer)
+                return fitted
             fitted, self.history = trainer.fit(job, selection.form)
             strength = self.config.ood_strength if self.config.ood_strength is not None else selection.ood_strength
             if strength:
@@ -274,32 +281,6 @@ class FMGP(Method):
         training = short if isinstance(job.data, Augmented) else full  # augmented images have less to learn from
         fresh = None if self.config.cache or isinstance(job.data, Outputs) else partial(self._fresh_batches, job)
         return Trainer(self.config, self._likelihood, training, short, fresh)
-
-    def _train_regression(self, job: Job, selection: Selection, trainer: Trainer) -> FittedFMGP:
-        """Trains on all rows, with the distribution of the standardized residuals if it is to be learned.
-
-        The variance is fitted to the residuals of its own rows, which therefore look smaller than those of new rows.
-        So the residuals of each fold are standardized by a variance that was fitted to the other folds, from the kernel
-        and inducing points of all rows on. With very many rows that makes no difference.
-        """
-        rows, requested = len(job.train), self.config.residuals == "gaussian"
-        likelihood = None if requested else self._likelihood.with_learned_noise(rows, self.config.alpha)
-        if likelihood is None:
-            why = "as requested" if requested else f"as {rows:,} rows are too few to learn them"
-            fitted, self.history = trainer.fit(job, selection.form)
-            fitted.selection = replace(selection, residuals=f"Gaussian residuals, {why}")
-            return fitted
-        parts = list(folds(job, job.train, RESIDUAL_FOLDS)) if rows < MANY_RESIDUALS else []
-        learned = replace(trainer, likelihood=likelihood)
-        short = replace(learned, training=trainer.candidate_training)
-        fitted, self.history = learned.fit(job, selection.form)
-        pairs = [(short.fit(part, selection.form, start=fitted)[0], unseen) for part, unseen in parts]
-        pairs = pairs or [(fitted, job.train.spread(MAX_RESIDUALS))]
-        assert isinstance(fitted.likelihood, MixtureNoise)
-        fitted.likelihood.set_residuals(torch.cat([other.residuals(unseen) for other, unseen in pairs]))
-        Ranks().share(list(fitted.buffers()))
-        fitted.selection = replace(selection, residuals=f"residuals with a learned distribution, from {rows:,} rows")
-        return fitted
 
     def _fresh_batches(self, job: Job, view: PointView, likelihood: Likelihood) -> Generator[TrainingBatch]:
         """Batches from the network, run anew over the data of a loader."""
@@ -322,6 +303,9 @@ class FMGP(Method):
             reads.add("features")
         if self.config.ood != "none" and layered:
             reads.add("features")
+        learns_scale = self.config.scale in ("auto", "learned") and self.config.residuals == "learned"
+        if learns_scale and self._likelihood.task == "regression":
+            reads.add("table")
         if "features" in reads and self.backbone is not None and not layered:
             message = "Expected a model with a layer to take features from, for this kernel; found none. "
             raise LayerError(message + 'Name one with layer=..., or use a kernel on="inputs".')
@@ -332,6 +316,8 @@ class FMGP(Method):
         if shapes["normals"] is not None and isinstance(likelihood, Gaussian):
             likelihood = MixtureNoise(likelihood, shapes["normals"])
         kernel, outputs = copy.deepcopy(self.config.kernel), math.prod(self._width or ())
+        if shapes.get("chosen_kernel"):
+            kernel = kernel_from_spec(shapes["kernel"])
         fitted = FittedFMGP.blank(shapes, kernel, self._blank_likelihood(likelihood), outputs)
         fitted.detector = OODDetector(**shapes["detector"]) if shapes["detector"] is not None else None
         return fitted

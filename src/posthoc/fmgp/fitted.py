@@ -19,6 +19,7 @@ from posthoc.fmgp.ood_detector import OODDetector
 from posthoc.fmgp.output_covariance import OutputCovariance, Widened
 from posthoc.fmgp.points import Coordinates
 from posthoc.fmgp.process import Process
+from posthoc.fmgp.residual_scale import ResidualScale
 from posthoc.fmgp.selection import Selection, VarianceForm
 from posthoc.kernels import Kernel
 from posthoc.likelihoods.base import Likelihood
@@ -59,6 +60,8 @@ class FittedFMGP(Fitted):
         self.correction: MeanCorrection | None = None
         self.fixed = True
         self.detector: OODDetector | None = None
+        self.residual_scale: ResidualScale | None = None
+        self.chosen_kernel = False
         self.selection = Selection(VarianceForm("per_output"), "the only form")
 
     @property
@@ -73,6 +76,7 @@ class FittedFMGP(Fitted):
     def reads(self) -> set[str]:  # type: ignore[override]
         spaces = set(self.coordinates.spaces) if self.coordinates is not None else set()
         spaces |= {self.detector.space} if self.detector is not None else set()
+        spaces |= self.residual_scale.reads if self.residual_scale is not None else set()
         return spaces - {"outputs"} | ({"features"} if self.ood is not None else set())
 
     def rows_at_once(self, outputs: int, *, dense: bool) -> int:
@@ -92,7 +96,8 @@ class FittedFMGP(Fitted):
     def _predictive(self, outputs: Outputs, *, covariance: bool) -> Predictive:
         latent, scale = self.latent(outputs), None
         if not isinstance(self.likelihood, Categorical):
-            return self.likelihood.predictive(outputs.outputs, latent, covariance=covariance)
+            pred = self.likelihood.predictive(outputs.outputs, latent, covariance=covariance)
+            return pred.scaled(self.residual_scale(outputs)) if self.residual_scale is not None else pred
         if self.ood is not None:
             distance = self.ood.distance(outputs.features)
             extra = self.ood.extra_variance(distance, outputs.outputs)
@@ -133,16 +138,6 @@ class FittedFMGP(Fitted):
         return log_p
 
     @torch.no_grad()
-    def residuals(self, rows: Outputs) -> Tensor:  # (N, C), float64
-        """A regression's residuals of some rows in units of their predicted standard deviation."""
-        parts = []
-        for pred, part in self.predictives(rows):
-            assert part.targets is not None
-            z = (part.targets.double() - pred.mean.double()) / pred.std.double()
-            parts.append(z.reshape(len(part), -1))
-        return torch.cat(parts)
-
-    @torch.no_grad()
     def add_ood_variance(self, train: Outputs, strength: float, exponent: float = 0.0) -> None:
         """Adds variance far from the features of the fit. Does nothing without features or with too few rows.
 
@@ -172,6 +167,8 @@ class FittedFMGP(Fitted):
             "has_variance": self.process is not None,
             "correction": list(self.correction.form) if self.correction is not None else None,
             "fixed": self.fixed,
+            "residual_scale": self.residual_scale.shapes() if self.residual_scale is not None else None,
+            "chosen_kernel": self.chosen_kernel,
         }
         if self.process is None:
             return shapes
@@ -203,8 +200,11 @@ class FittedFMGP(Fitted):
         if shapes["ood"] is not None:
             width, directions, exponent = shapes["ood"]
             ood = OutOfDistribution(width, directions, float(exponent))
+        scale = ResidualScale(**shapes["residual_scale"]) if shapes.get("residual_scale") else None
         if not shapes["has_variance"]:
-            return cls(None, None, likelihood, ood)
+            fitted = cls(None, None, likelihood, ood)
+            fitted.residual_scale = scale
+            return fitted
         owners, spaces, space = torch.tensor(shapes["owners"]), shapes["spaces"], shapes["default_space"]
         if owners.min() < 0 or owners.max() >= num_outputs or not torch.equal(owners, owners.sort().values):
             raise ValueError(f"inducing points that belong to other outputs than the {num_outputs} there are")
@@ -215,7 +215,9 @@ class FittedFMGP(Fitted):
             raise DataError(f"{message}: give one of the same form.")
         coupling = None if shapes["shared"] else OutputCovariance(num_outputs, shapes["rank"])
         process = Process(kernel, Inducing(z, owners), num_outputs, coupling, start=0.0, separable=shapes["separable"])
-        return cls(process, Coordinates(spaces, space), likelihood, ood)
+        fitted = cls(process, Coordinates(spaces, space), likelihood, ood)
+        fitted.residual_scale, fitted.chosen_kernel = scale, shapes.get("chosen_kernel", False)
+        return fitted
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         if self.process is not None and not torch.equal(state_dict["process.z_class"], self.process.z_class):

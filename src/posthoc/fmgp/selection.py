@@ -8,7 +8,7 @@ or correction has to be clearly better than it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -159,6 +159,8 @@ class Selection:
         residuals: For a regression, the distribution of its residuals and why.
         correction: The form of the correction of the mean, if there is one.
         fitted_correction: That correction, while the fit goes on; then `FittedFMGP` holds it.
+        scale: For a regression, the unit of its residuals and the kernel's block, or why none was learned.
+        scales: The loss of each candidate for these on held-out rows, less that of a constant scale; lower is better.
     """
 
     form: VarianceForm
@@ -168,12 +170,14 @@ class Selection:
     rows: int = 0
     candidates: tuple[CandidateScore, ...] = ()
     residuals: str | None = None
+    scale: str | None = None
+    scales: Mapping[str, float] = field(default_factory=dict)
     correction: CorrectionForm | None = None
     fitted_correction: MeanCorrection | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         form = f"{self.form}, {self.correction}" if self.correction is not None else str(self.form)
-        return f"{form}: {self.reason}" + (f"; {self.residuals}" if self.residuals else "")
+        return "; ".join([f"{form}: {self.reason}", *filter(None, (self.residuals, self.scale))])
 
     @property
     def gain(self) -> float:
@@ -299,7 +303,7 @@ def held_out_parts(job: Job) -> Iterator[tuple[Job, Outputs]]:
         return
     rows = job.train.spread(SELECTION.max_rows)
     limit, seen = held_out_rows(rows), 0
-    for part, unseen in folds(job, rows, SELECTION.folds, limit):
+    for part, unseen in folds(job, rows, fold_rows(rows, SELECTION.folds), limit):
         yield part, unseen
         seen += len(unseen)
         if seen >= limit:
@@ -311,16 +315,30 @@ def held_out_rows(rows: Outputs) -> int:
     return max(1, min(SELECTION.enough_rows, SELECTION.max_log_probs // rows.outputs[0].numel()))
 
 
-def folds(job: Job, rows: Outputs, count: int, max_held_out: int | None = None) -> Iterator[tuple[Job, Outputs]]:
-    """Splits rows into folds; for each, the job of fitting to the other rows, and the rows of the fold."""
+def fold_rows(rows: Outputs, count: int) -> list[Tensor]:
+    """The numbers of the rows of each fold, which has its share of every class."""
     order = content_order(rows)
     if rows.targets is not None and not rows.targets.is_floating_point():
-        order = order[rows.targets[order].argsort(stable=True)]  # each fold has its share of every class
-    for k in range(count):
-        held_out = order[k::count]
-        if max_held_out is not None and len(held_out) > max_held_out:
-            held_out = held_out[torch.arange(max_held_out, device=order.device) * len(held_out) // max_held_out]
-        others = torch.ones(len(rows), dtype=torch.bool, device=order.device).index_fill(0, held_out, False)
+        order = order[rows.targets[order].argsort(stable=True)]
+    return [order[k::count] for k in range(count)]
+
+
+def folds(
+    job: Job, rows: Outputs, parts: Sequence[Tensor], max_held_out: int | None = None
+) -> Iterator[tuple[Job, Outputs]]:
+    """For each fold, the job of fitting to the other rows, and the rows of the fold.
+
+    Args:
+        job: The job of fitting to all rows.
+        rows: The rows.
+        parts: The numbers of the rows of each fold.
+        max_held_out: The largest number of rows of a fold that are held out.
+    """
+    for part in parts:
+        held_out = part
+        if max_held_out is not None and len(part) > max_held_out:
+            held_out = part[torch.arange(max_held_out, device=part.device) * len(part) // max_held_out]
+        others = torch.ones(len(rows), dtype=torch.bool, device=part.device).index_fill(0, held_out, False)
         train = rows[others.nonzero().squeeze(-1)]
         num_data = max(1, round(job.num_data * len(train) / len(job.train)))
         yield replace(job, train=train, num_data=num_data, data=train, checkpoint=None), rows[held_out]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -76,6 +76,15 @@ class RegressionPredictive(Predictive):
     def covariance(self) -> Tensor:
         """The covariance of a new observation across outputs, (N, C, C); see `predict(..., covariance=True)`."""
         return self.latent.covariance + torch.diag_embed(self.noise.reshape(len(self), -1))
+
+    def scaled(self, scale: Tensor) -> RegressionPredictive:
+        """The same around the same mean, with all deviations times a scale for each point, (N, 1) or (N, C)."""
+        latent, shape = self.latent, self.mean.shape
+        scale = scale.expand(len(self), shape[1:].numel()).to(self.noise.dtype)
+        squared, full = scale.square().reshape(shape), latent.full_covariance
+        full = full * scale[:, :, None] * scale[:, None, :] if full is not None else None
+        latent = replace(latent, variance=latent.variance * squared, full_covariance=full)
+        return replace(self, latent=latent, noise=self.noise * squared)
 
     def quantile(self, q: Any) -> Tensor:
         """The values below which a new observation falls with probability q.
