@@ -223,7 +223,7 @@ def test_mode_of_the_temperature_is_that_of_a_grid(rows):
 def test_few_rows_that_are_all_right(method):
     logits, _ = biased(20)
     few = Outputs(logits, logits.argmax(-1))
-    assert 0.2 < float(method.fit(few).predict(few).temperature.mean()) < 2.0
+    assert 0.1 < float(method.fit(few).predict(few).temperature.mean()) < 2.0  # without a prior: 1e-4
 
 
 def test_prior_is_the_users():
@@ -232,5 +232,5 @@ def test_prior_is_the_users():
     free, tight = Temperature(prior=None).fit(data), Temperature(prior=(math.log(0.5), 1e-3)).fit(data)
     assert free.likelihood.temperature.item() == pytest.approx(1.0 / best_inverse(logits, y))
     assert tight.likelihood.temperature.item() == pytest.approx(2.0, rel=0.01)
-    with pytest.raises(OptionError, match="mean and the standard deviation"):
+    with pytest.raises(OptionError, match="the mean and the scale"):
         Temperature(prior=(0.0, -1.0))

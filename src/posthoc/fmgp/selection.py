@@ -59,7 +59,9 @@ class SelectionConfig:
     priors: tuple[float, ...] = (3.0, 10.0, 100.0)
     """Weights of the prior that holds B near the identity; few rows per class need more of it."""
     significance: float = 2.0
-    """Standard errors that make a difference clear."""
+    """Standard errors that make a difference clear,"""
+    significance_of_few: float = 2.5
+    """and those where there are too few rows for a process."""
     futility: float = -0.5
     """A form whose gain on the folds so far is at most this many standard errors is not tried on further folds."""
     calibration_slack: float = 0.005
@@ -440,6 +442,7 @@ def with_correction(
     simple = plain.form.variance == TEMPERATURE_SCALING.variance
     uncorrected = plain.recalibration.log_probs(held_out[plain.form][plain.ood_strength])
     best_log_p = best_free = uncorrected
+    enough = SELECTION.significance if len(y) >= SELECTION.min_rows else SELECTION.significance_of_few
     best, least, unit = plain, priced_loss(uncorrected, scaled, y), mean_loss(scaled, y)
     advantage = SELECTION.process_advantage if plain.ood_strength else 0.0
     least += advantage * simple
@@ -463,7 +466,7 @@ def with_correction(
             score, caution = score_of(variance, cross_fitted, scaled, y), standard_error(cross_fitted, uncorrected, y)
             loss = priced_loss(cross_fitted, scaled, y) + caution / unit + advantage * (terms != "process")
             found[form] = loss
-            if score.significance > SELECTION.significance and loss < least:
+            if score.significance > enough and loss < least:
                 reason = f"{score.gain:.3f} nats a row better than temperature scaling on {len(y):,} held-out rows"
                 best = replace(plain, form=variance, reason=reason, recalibration=NONE, correction=form)
                 best, least, best_log_p = replace(best, fitted_correction=fitted), loss, cross_fitted

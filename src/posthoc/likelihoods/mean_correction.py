@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posthoc.likelihoods.temperature import PRIOR, best_inverse
+from posthoc.likelihoods.temperature import FEW_ROWS, PRIOR, best_inverse
 from posthoc.predictive.classification import ClassificationPredictive
 
 SMALL_WEIGHT = 0.01
@@ -137,7 +137,7 @@ class MeanCorrection(nn.Module):
             penalty = SCALE_RIDGE * common.square().sum()
             penalty = penalty + (form.class_ridge or 0.0) * (scale.square().sum() + bias.square().sum())
             penalty = penalty + (form.matrix_ridge or 0.0) * matrix.square().sum()
-            if form.terms == "network":
+            if form.terms == "network" and len(y) < FEW_ROWS:
                 penalty = penalty + PRIOR.penalty(inverses[0] * (1.0 + common[0, 0] / sizes[0]))
             total = 0.5 * penalty - torch.stack(parts).logsumexp(0).sum()
             total.backward()

@@ -31,11 +31,11 @@ class TemperatureConfig(ScoreConfig):
             try:
                 prior = TemperaturePrior(*map(float, self.prior))
             except (TypeError, ValueError):
-                prior = TemperaturePrior(std=math.nan)
-            if not (math.isfinite(prior.mean) and 0.0 < prior.std < math.inf):
+                prior = TemperaturePrior(scale=math.nan)
+            if not (math.isfinite(prior.mean) and 0.0 < prior.scale < math.inf):
                 raise OptionError(
-                    f"Expected prior to be the mean and the standard deviation of log(1/temperature), such as "
-                    f"({PRIOR.mean}, {PRIOR.std}), or None, got {self.prior!r}."
+                    f"Expected prior to be the mean and the scale of log(1/temperature), such as "
+                    f"({PRIOR.mean}, {PRIOR.scale}), or None, got {self.prior!r}."
                 )
             object.__setattr__(self, "prior", prior)
 
@@ -43,12 +43,12 @@ class TemperatureConfig(ScoreConfig):
 class Temperature(LikelihoodOnly):
     """softmax(f/τ), with the τ of greatest posterior density.
 
-    The prior of log(1/τ) is normal. It decides where there are few rows, and hardly matters from a few hundred on.
+    Where there are fewer than 200 rows, log(1/τ) has a prior, Student's t with four degrees of freedom.
 
     Args:
         model: A network, a callable, or None to work from `Outputs`.
         likelihood: "classification" (the default), or a `Categorical`.
-        prior: The mean and the standard deviation of the prior of log(1/τ); None maximizes the likelihood.
+        prior: The mean and the scale of the prior of log(1/τ); None maximizes the likelihood.
         outputs_are: What the outputs are: "logits", "log-probs" or "probs".
         device: Where the fitted method computes.
 
