@@ -31,6 +31,7 @@ from posthoc import (
 )
 from posthoc.base import Method
 from posthoc.evaluate import metrics
+from posthoc.likelihoods.mean_correction import keep_class
 from posthoc.predictive.calibration_error import expected_calibration_error
 
 MEANS = ("fixed", "calibrated", "network")
@@ -38,8 +39,6 @@ OURS: dict[str, dict[str, Any]] = (
     {f"fmgp {mean}": {"mean": mean} for mean in MEANS} if "mean" in FMGP.Config.names() else {"fmgp": {}}
 )
 """The variants of FMGP by name, with their options."""
-MARGIN = 1e-4
-"""By how much a capped class is less probable than the network's."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def fitted(job: Job, place: Place, fit: Outputs, test: Outputs) -> tuple[Result,
     assert test.targets is not None
     log_probs, probs, top = pred.log_probs.double(), pred.probs, test.outputs.argmax(-1)
     if job.method.startswith("capped"):
-        log_probs = capped(log_probs, top)
+        log_probs = keep_class(log_probs, top)
         probs = log_probs.exp().float()
     labels = probs.argmax(-1)
     loss = -log_probs.gather(-1, test.targets[:, None]).squeeze(-1)
@@ -198,29 +197,6 @@ def fitted(job: Job, place: Place, fit: Outputs, test: Outputs) -> tuple[Result,
         figures["ood_auc"] = float(metrics.ood_detection(pred, outside)["auc"])
     columns = {name: t.cpu().numpy() for name, t in (("loss", loss), ("confidence", confidence), ("hit", hit))}
     return Result(figures, columns), log_probs
-
-
-def capped(log_probs: Tensor, top: Tensor, margin: float = MARGIN) -> Tensor:  # (N, C)
-    """Probabilities in which one class of each row is the most probable: it keeps its probability, or takes 1/C, the
-    classes above it are lowered to just below it, and what they lose goes to the others in proportion.
-
-    Args:
-        log_probs: Logarithms of probabilities, (N, C).
-        top: The class that is to be on top, (N,).
-        margin: The least distance of its probability to the others.
-    """
-    p, at = log_probs.double().exp(), top[:, None]
-    own = p.gather(1, at).clamp_min(1.0 / p.shape[1] + margin)
-    limit, others = own - margin, p.clamp_min(1e-30).scatter(1, at, 0.0)  # a class of probability 0 can take some too
-    lowered = torch.zeros_like(p, dtype=torch.bool)
-    while True:
-        free = others.masked_fill(lowered, 0.0)
-        room = 1.0 - own - limit * lowered.sum(-1, keepdim=True)
-        raised = free * room / free.sum(-1, keepdim=True).clamp_min(1e-300)
-        above = raised > limit
-        if not bool(above.any()):
-            return torch.where(lowered, limit, raised).scatter(1, at, own).log()
-        lowered |= above
 
 
 def read(folder: Path, part: str, device: torch.device) -> Outputs:

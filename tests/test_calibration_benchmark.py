@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import calibration
-from benchmarks.calibration_rows import CASES, MARGIN, OURS, PEERS, Job, Place, capped, work
+from benchmarks.calibration_rows import CASES, OURS, PEERS, Job, Place, work
 from benchmarks.calibration_targets import few_checks, row_checks, variants
 from tests.cases import seeded
 
@@ -76,34 +76,6 @@ def test_few_rows(folder):
     first, second = found["nll"]["20"]["temperature"]
     assert first != second
     assert found["nll"]["20"]["bare"] == [found["nll"]["20"]["bare"][0]] * 2
-
-
-def test_capped_probabilities():
-    p = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.7, 0.1], [0.38, 0.6, 0.02], [0.1, 0.9, 0.0]], dtype=torch.float64)
-    found = capped(p.log(), torch.zeros(4, dtype=torch.long)).exp()
-    third = 1.0 / 3.0 + MARGIN
-    raised = [third, third - MARGIN, 1.0 - 2.0 * third + MARGIN]
-    expected = [[0.5, 0.3, 0.2], raised, [0.38, 0.38 - MARGIN, 0.24 + MARGIN], raised]
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("classes", [2, 5, 100])
-def test_capped_probabilities_are_a_distribution_with_the_class_on_top(classes):
-    g = seeded(1)
-    log_probs = (4.0 * torch.randn(300, classes, generator=g, dtype=torch.float64)).log_softmax(-1)
-    top = torch.randint(classes, (300,), generator=g)
-    found = capped(log_probs, top).exp()
-    torch.testing.assert_close(found.sum(-1), torch.ones(300, dtype=torch.float64))
-    own = found.gather(1, top[:, None])
-    others = found.scatter(1, top[:, None], 0.0)
-    assert (others <= own - MARGIN + 1e-12).all()
-    kept = log_probs.exp().gather(1, top[:, None]).clamp_min(1.0 / classes + MARGIN)
-    torch.testing.assert_close(own, kept)
-    rest = log_probs.exp().scatter(1, top[:, None], 0.0)
-    for row in range(300):  # what is below the limit keeps its proportions
-        below = (others[row] < own[row] - 2 * MARGIN) & (rest[row] > 0.0)
-        ratios = others[row][below] / rest[row][below]
-        torch.testing.assert_close(ratios, ratios[:1].expand_as(ratios))
 
 
 def method(nll: float, ece: float = 0.01, moved: float = 0.0, **more: float) -> dict[str, float]:

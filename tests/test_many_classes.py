@@ -185,7 +185,7 @@ def rows_read(monkeypatch):
     return counts
 
 
-@pytest.mark.filterwarnings("ignore:Expected labels of at least two classes")
+@pytest.mark.filterwarnings("ignore:Expected labels of at least two classes", "ignore:Of 3 classes")
 @pytest.mark.parametrize("rows", [10_000, 10_000_000])
 def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(rows, tmp_path, rows_read):
     steps, batch, m = 2 * MAX_BATCHES + 7, 20, 10
@@ -203,7 +203,7 @@ def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(rows, tmp
     assert seen.numbers <= max(TYPICAL_ROWS * WIDTH, 1000 * 1000), seen.shape  # or the pairs of the kernel's sample
 
 
-@pytest.mark.filterwarnings("ignore:Expected labels of at least two classes")
+@pytest.mark.filterwarnings("ignore:Expected labels of at least two classes", "ignore:Of 3 classes")
 def test_the_form_of_the_variance_is_chosen_from_some_of_very_many_rows(tmp_path, rows_read, monkeypatch):
     monkeypatch.setattr(selection, "SELECTION", replace(selection.SELECTION, max_rows=3000, enough_rows=500))
     compare, looked_at = selection.compare, []

@@ -182,7 +182,7 @@ def test_the_order_of_rows_does_not_decide():
 def test_classes_that_are_never_true():
     logits, y = biased(1000)
     logits, y = torch.cat([logits, logits[:, :1]], 1), y
-    with pytest.warns(PosthocWarning, match="Of 5 classes, class 4 is never true in the 1,000 rows"):
+    with pytest.warns(PosthocWarning, match="Of 5 classes, class 4 is never true in 1,000 rows"):
         Temperature().fit(Outputs(logits, y))
 
 

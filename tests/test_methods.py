@@ -34,7 +34,7 @@ def nll(data: Outputs, temperature: float) -> float:
 
 def temperature(data):
     """As `Temperature` finds it."""
-    return Temperature(None, "classification").fit(data).likelihood.temperature.item()
+    return Temperature(prior=None).fit(data).likelihood.temperature.item()
 
 
 def test_registry_knows_methods_by_their_names():

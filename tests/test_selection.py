@@ -203,7 +203,7 @@ def test_candidates_and_augmented_images_are_trained_for_a_third_of_the_steps():
 @pytest.mark.parametrize("classes", [3, 100])
 def test_a_network_that_is_right_everywhere_keeps_temperature_scaling(classes, tmp_path: Path):
     train, test = (data(1200, classes=classes, seed=seed) for seed in (0, 1))
-    found = FMGP(None, "classification", ood_strength=0.0, **QUICK).fit(train)
+    found = FMGP(None, "classification", ood_strength=0.0, mean="network", **QUICK).fit(train)
     scaled = Temperature(None, "classification").fit(train)
     torch.testing.assert_close(found.predict(test).probs, scaled.predict(test).probs, rtol=1e-5, atol=1e-7)
     for method in (found, scaled):
@@ -221,7 +221,8 @@ def test_a_network_that_is_wrong_in_places_gets_a_variance(classes, tmp_path):
     nll = [-float(m.predict(test).log_prob(test.targets).mean()) for m in (found, scaled)]
     assert nll[0] < nll[1] - 0.01
     again = reloaded(found, tmp_path)
-    assert again.selection_.recalibration == found.selection_.recalibration != NONE
+    assert again.selection_.recalibration == found.selection_.recalibration
+    assert again.selection_.correction == found.selection_.correction
     assert torch.equal(again.predict(test).probs, found.predict(test).probs)
 
 
@@ -232,7 +233,11 @@ def test_a_network_that_is_wrong_in_places_gets_a_variance(classes, tmp_path):
         ({"variance": "per_output"}, 1200, "per_output variance: as requested"),
         ({"variance": "separable"}, 1200, "separable variance (prior 3): as requested"),
         ({"likelihood": Categorical(temperature=1.0)}, 1200, "per_output variance: the default for this likelihood"),
-        ({}, SELECTION.min_rows - 1, "shared variance: 199 rows are too few to compare forms"),
+        (
+            {},
+            SELECTION.min_rows - 1,
+            "shared variance, probabilities by temperature scaling: 199 rows are too few to compare forms",
+        ),
     ],
 )
 def test_what_was_requested_and_what_suits_few_rows_is_not_selected(options, rows, sentence):

@@ -13,7 +13,7 @@ from scipy.optimize import minimize_scalar
 from posthoc import FMGP, Categorical, Outputs, Temperature
 from posthoc.base import Job
 from posthoc.fmgp.ood import EXPONENTS, OutOfDistribution, best_exponent
-from posthoc.fmgp.selection import VarianceForm, folds
+from posthoc.fmgp.selection import VarianceForm, fold_rows, folds
 from posthoc.likelihoods.temperature import best_inverse, suitable_temperature
 from tests.cases import seeded
 
@@ -136,5 +136,5 @@ def test_a_fit_with_an_exponent_is_that_of_logits_divided_beforehand(monkeypatch
 def test_a_fold_stands_for_its_share_of_the_points():
     rows = classified(300)
     job = Job(rows, None, 90_000, torch.device("cpu"), rows)
-    assert [part.num_data for part, _ in folds(job, rows, 3)] == [60_000] * 3
-    assert [part.num_data for part, _ in folds(replace(job, num_data=1), rows, 3)] == [1] * 3
+    assert [part.num_data for part, _ in folds(job, rows, fold_rows(rows, 3))] == [60_000] * 3
+    assert [part.num_data for part, _ in folds(replace(job, num_data=1), rows, fold_rows(rows, 3))] == [1] * 3

@@ -104,4 +104,4 @@ def test_files_hold_the_options_and_the_chosen_ridge(tmp_path):
 def test_data_that_are_all_right_are_told_and_left_to_the_temperature():
     logits = 2.0 * torch.eye(C, dtype=torch.float64).repeat(10, 1)
     with pytest.warns(PosthocWarning, match="all right"):
-        assert Vector(None, "classification").fit(Outputs(logits, logits.argmax(-1))).chosen_ridge == math.inf
+        assert Vector(prior=None).fit(Outputs(logits, logits.argmax(-1))).chosen_ridge == math.inf

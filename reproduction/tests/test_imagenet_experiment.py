@@ -105,7 +105,8 @@ def test_the_whole_experiment(torchvision, data, tmp_path, monkeypatch):
     nll = float(nn.functional.cross_entropy(logits, y))
     assert found["map"]["metrics"]["nll"] == pytest.approx(nll, rel=1e-4)
     assert found["map"]["metrics"]["accuracy"] == pytest.approx(float((logits.argmax(1) == y).float().mean()))
-    assert len({run["metrics"]["nll"] for run in documents}) == 6
+    # With so few rows the probabilities of FMGP are those of temperature scaling.
+    assert len({run["metrics"]["nll"] for run in documents}) == 5
     assert found["fmgp-paper"]["configuration"]["data"]["fit"] == "ImageNet, training images"
     assert found["fmgp"]["configuration"]["data"] == {
         "fit": "ImageNet, one in 5 of the validation images",

@@ -45,15 +45,15 @@ def check_classes(train: Outputs, *, required: bool) -> None:
 
 def warn_of_unused_classes(train: Outputs) -> None:
     """Warns of classes that are never true, where rows are many enough to show that."""
-    assert train.targets is not None
-    rows, classes = len(train), train.outputs.shape[1]
-    if rows < ROWS_PER_CLASS * classes:
+    some, classes = train.only().spread(ROWS), train.outputs.shape[1]
+    assert some.targets is not None
+    if len(some) < ROWS_PER_CLASS * classes:
         return
-    unused = (torch.bincount(train.targets.long(), minlength=classes) == 0).nonzero().squeeze(-1).tolist()
+    unused = (torch.bincount(some.targets.long(), minlength=classes) == 0).nonzero().squeeze(-1).tolist()
     if unused:
         names = ", ".join(map(str, unused[:10])) + (", ..." if len(unused) > 10 else "")
         which = f"class {names} is" if len(unused) == 1 else f"classes {names} are"
-        warn(f"Of {classes} classes, {which} never true in the {rows:,} rows of the fit.")
+        warn(f"Of {classes} classes, {which} never true in {len(some):,} rows of the fit.")
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from posthoc.fmgp.inducing_points import NotKept, as_points
 from posthoc.fmgp.ood_detector import OODDetector
 from posthoc.fmgp.points import PointView, TrainingBatch
 from posthoc.fmgp.regression import train_regression
-from posthoc.fmgp.selection import Selection, content_order, select_form
+from posthoc.fmgp.selection import SELECTION, Selection, content_order, select_form
 from posthoc.io import reading
 from posthoc.kernels import RBF, Kernel, as_kernel
 from posthoc.kernels.registry import kernel_from_file, kernel_from_spec
@@ -48,8 +48,6 @@ DEFAULT_STEPS = 1000
 """Default number of steps of a classification."""
 DEFAULT_LR = {"classification": 0.01, "regression": 0.02}
 """Default learning rates by task."""
-MAX_SORTED = 2**30
-"""Rows of at most so many bytes are brought into an order that does not depend on that in which they come."""
 
 
 def encode_points(inducing: Any) -> Any:
@@ -246,7 +244,8 @@ class FMGP(Method):
 
     def _fit_process(self, job: Job) -> FittedFMGP:
         """Selects a form of the variance, trains it on all rows, and corrects its confidence."""
-        if self.config.variance == "auto" and self._likelihood.chooses_form and job.train.nbytes <= MAX_SORTED:
+        few = len(job.train) <= SELECTION.max_rows
+        if self.config.variance == "auto" and self._likelihood.chooses_form and few:
             job = replace(job, train=job.train[content_order(job.train)])  # so that the order of rows does not matter
         trainer = self._trainer(job)
         small, alone = trainer.is_small(job.train), Ranks().alone

@@ -230,9 +230,8 @@ def select_form(job: Job, config: FMGPConfig, likelihood: Likelihood, trainer: T
         return Selection(cautious, "one class alone is no basis to compare forms")
     augmented, mean = isinstance(job.data, Augmented), config.mean
     if rows < SELECTION.min_rows:
-        if mean == "network" or augmented:
-            return Selection(cautious, f"{rows:,} rows are too few to compare forms")
-        return compare(job, [], trainer.fit_and_score, mean)
+        simple = Selection(cautious, f"{rows:,} rows are too few to compare forms")
+        return simple if mean == "network" or augmented else with_probabilities(simple, job, trainer, mean)
     if mean != "network" and not augmented:
         warn_if_refit_is_better(job.train)
     learns_exponent = config.ood_strength is None and not augmented
@@ -242,6 +241,21 @@ def select_form(job: Job, config: FMGPConfig, likelihood: Likelihood, trainer: T
     selection = compare(job, forms, trainer.fit_and_score, "network" if augmented else mean)
     # Corrections learned from augmented images do not hold for plain ones.
     return replace(selection, recalibration=NONE, ood_strength=0.0) if augmented else selection
+
+
+def with_probabilities(simple: Selection, job: Job, trainer: Trainer, mean: str) -> Selection:
+    """A selection for few rows, with class probabilities by temperature scaling or a correction that is clearly better.
+
+    A process that is trained on few rows gives a variance; its probabilities may be worse than the network's.
+    """
+    train = job.train
+    many = len(train) >= SELECTION.min_corrected_rows
+    found = compare(job, [], trainer.fit_and_score, mean) if many else simple
+    correction = found.fitted_correction
+    if correction is None:
+        assert train.targets is not None
+        correction = MeanCorrection.temperature(train.outputs, train.targets.long())
+    return replace(simple, rows=found.rows, correction=correction.form, fitted_correction=correction)
 
 
 def candidates(rows: int, num_outputs: int) -> list[VarianceForm]:
@@ -347,7 +361,10 @@ def folds(
 
 
 def content_order(rows: Outputs, seed: int = 0) -> Tensor:  # (N,)
-    """An order of rows that depends on their outputs and targets, and not on the order in which they come."""
+    """An order of rows that depends on their outputs and targets, and not on the order in which they come; of very many
+    rows, which may be in a file, a random one."""
+    if len(rows) > SELECTION.max_rows:
+        return torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).to(rows.outputs.device)
     direction = torch.randn(rows.outputs[0].numel(), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     direction, size = direction.to(rows.outputs.device), rows_that_fit(direction.numel())
     parts = (rows.outputs[start : start + size] for start in range(0, len(rows), size))

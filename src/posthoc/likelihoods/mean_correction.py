@@ -22,6 +22,8 @@ SMALL_WEIGHT = 0.01
 """Weights of the raw and the uniform probabilities in the mixture, at the start."""
 SCALE_RIDGE = 0.01
 """Weight of the penalty on the common scale of each term."""
+NO_WEIGHT = -700.0
+"""Logarithm of a weight of zero."""
 MAX_STEPS, TOLERANCE = 60, 1e-3
 """Limits of the optimizer (L-BFGS), for a loss that is a sum over rows."""
 MARGIN = 2e-4
@@ -35,13 +37,17 @@ class CorrectionForm(NamedTuple):
         class_ridge: Weight of the penalty on a scale and a bias for each class; None leaves these out.
         matrix_ridge: Weight of the penalty on a full matrix for each term; None leaves these out.
         terms: What it maps: the log-probabilities of the "process", the logits of the "network", or "both".
+        mixture: Whether the raw and the uniform probabilities are mixed in.
     """
 
     class_ridge: float | None = None
     matrix_ridge: float | None = None
     terms: str = "network"
+    mixture: bool = True
 
     def __str__(self) -> str:
+        if not self.mixture:
+            return "probabilities by temperature scaling"
         if self.class_ridge is None:
             name = "mixture with the raw and the uniform probabilities"
         elif self.matrix_ridge is None:
@@ -80,6 +86,14 @@ class MeanCorrection(nn.Module):
         for name, shape in shapes.items():
             self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("matrix", torch.zeros(terms, classes, classes, dtype=torch.float64) if matrix else None)
+
+    @classmethod
+    def temperature(cls, outputs: Tensor, y: Tensor) -> Self:
+        """Temperature scaling of the network's logits, for few rows."""
+        correction = cls(CorrectionForm(mixture=False), outputs.shape[1]).to(outputs.device)
+        correction.scale.fill_(best_inverse(outputs, y, PRIOR))
+        correction.log_weights[1:] = NO_WEIGHT
+        return correction
 
     @classmethod
     def fit(
@@ -195,7 +209,7 @@ def keep_class(log_p: Tensor, top: Tensor) -> Tensor:
         return log_p
     which, p = which[moved], log_p[moved].double().exp()
     kept = p.gather(-1, which).clamp_min(1.0 / classes + margin)
-    limit, others = kept - margin, p.scatter(-1, which, 0.0)
+    limit, others = kept - margin, p.clamp_min(1e-30).scatter(-1, which, 0.0)
     lowered = torch.zeros_like(others, dtype=torch.bool)
     while True:
         free = 1.0 - kept - limit * lowered.sum(-1, keepdim=True)
