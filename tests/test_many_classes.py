@@ -196,7 +196,7 @@ def test_a_fit_reads_as_many_rows_for_its_steps_however_many_there_are(rows, tmp
     assert rows_read["steps"] == steps * batch
     kernel, sample, passes = 1000, 2000, 100 * 1000  # its length-scale, where k-means starts, and k-means
     again = steps * batch  # the batches, once more, as points
-    doubts = min(rows, ROWS)  # those that tell whether the network has memorised the data
+    doubts = 2 * min(rows, ROWS)  # those that tell whether the network has memorised the data, and unused classes
     unit = 6 * (SUITABLE + 1)  # those that logits are measured by, looked at again and again
     most = min(rows, TYPICAL_ROWS) + kernel + sample + passes + rows_read["steps"] + again + doubts + unit
     assert rows_read["all"] <= most

@@ -81,8 +81,8 @@ def test_start_does_not_change_the_fit():
     warm = MeanCorrection.fit(
         form, log_p, logits, y, MeanCorrection.fit(CorrectionForm(10.0), log_p, logits, y).parameters_of_fit
     )
-    # L-BFGS ends at a gradient of 1e-3 of a sum over rows
-    torch.testing.assert_close(warm(log_p, logits).exp(), cold(log_p, logits).exp(), atol=2e-3, rtol=0.0)
+    # The steps are limited, and weights that go to zero do so slowly.
+    torch.testing.assert_close(warm(log_p, logits).exp(), cold(log_p, logits).exp(), atol=1e-2, rtol=0.0)
 
 
 def capped(p: list[float], top: int, margin: float) -> list[float]:

@@ -24,6 +24,7 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POSTHOC_DATA", raising=False)
 
 
+@pytest.mark.filterwarnings("ignore:.*the network's mean is off")
 def test_the_figure_and_its_results(tmp_path, monkeypatch):
     request = Request(out=tmp_path, seeds=(1,), methods=("fmgp", "gp"), quick=True)
     documents = synthetic.Synthetic().reproduce(request)

@@ -1,8 +1,9 @@
-"""Cholesky factors with growing jitter, and the memory budget of computations in parts."""
+"""Cholesky factors with growing jitter, L-BFGS, and the memory budget of computations in parts."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -70,3 +71,66 @@ def cholesky(matrix: Tensor, name: str = "the matrix") -> Tensor:
             return factor
     advice = f"even with {JITTERS[-1]:g} times its mean diagonal added: check the kernel and standardize its inputs"
     raise NotPSDError(f"Expected {name} to be positive definite, got one that is not, {advice}.")
+
+
+def minimize(loss: Callable[[], Tensor], parameters: Sequence[Tensor], *, steps: int, tolerance: float) -> None:
+    """Minimizes a smooth function of a few parameters by L-BFGS with backtracking (Nocedal and Wright, chapter 7).
+
+    `torch.optim.LBFGS` would do, but its first use imports PyTorch's compiler, which takes a second.
+
+    Args:
+        loss: The function () of the parameters.
+        parameters: Changed in place.
+        steps: The largest number of steps.
+        tolerance: The largest entry of the gradient at which it ends; or a step that gains a thousandth of this.
+
+    Example:
+        >>> x = torch.zeros(2, dtype=torch.float64)
+        >>> minimize(lambda: (x - torch.tensor([1.0, 2.0])).square().sum(), [x], steps=50, tolerance=1e-6)
+        >>> x.tolist()
+        [1.0, 2.0]
+    """
+    sizes = [p.numel() for p in parameters]
+
+    def evaluate(at: Tensor) -> tuple[float, Tensor]:
+        with torch.enable_grad():
+            for p, values in zip(parameters, at.split(sizes), strict=True):
+                p.detach().copy_(values.view_as(p))
+                p.requires_grad_()
+            value = loss()
+            gradients = torch.autograd.grad(value, parameters)
+        return value.item(), torch.cat([g.reshape(-1) for g in gradients])
+
+    x = torch.cat([p.detach().reshape(-1) for p in parameters])
+    value, gradient = evaluate(x)
+    changes: list[tuple[Tensor, Tensor, Tensor]] = []  # of x and of the gradient, and one over their product
+    for _ in range(steps):
+        if float(gradient.abs().max()) <= tolerance:
+            break
+        direction, factors = gradient.clone(), list[Tensor]()
+        for s, y, rho in reversed(changes):
+            factors.append(rho * (s @ direction))
+            direction -= factors[-1] * y
+        if changes:
+            s, y, rho = changes[-1]
+            direction /= rho * (y @ y)
+        else:
+            direction /= max(1.0, float(gradient.abs().sum()))
+        for (s, y, rho), factor in zip(changes, reversed(factors), strict=True):
+            direction += s * (factor - rho * (y @ direction))
+        slope, step = float(gradient @ direction), 1.0
+        for _ in range(30):
+            new_value, new_gradient = evaluate(x - step * direction)
+            if new_value <= value - 1e-4 * step * slope:
+                break
+            step *= 0.5
+        else:
+            break
+        s, y = -step * direction, new_gradient - gradient
+        if float(s @ y) > 0.0:
+            changes = [*changes[-9:], (s, y, 1.0 / (s @ y))]
+        x, gain, value, gradient = x + s, value - new_value, new_value, new_gradient
+        if gain <= 1e-3 * tolerance:
+            break
+    for p, values in zip(parameters, x.split(sizes), strict=True):
+        p.requires_grad_(False).copy_(values.view_as(p))

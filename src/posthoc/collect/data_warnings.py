@@ -8,6 +8,7 @@ from torch import Tensor
 
 from posthoc.collect.outputs import Outputs
 from posthoc.errors import DataError, warn
+from posthoc.numerics import minimize
 
 ROWS = 2**14
 """Rows that are looked at."""
@@ -71,17 +72,13 @@ def warn_if_refit_is_better(train: Outputs, seed: int = 0) -> None:
     x = (x - x.mean(0)) / x.std(0).clamp_min(1e-12)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
     fit, other = order[::2], order[1::2]
-    weight = torch.zeros(width, classes, dtype=torch.float64, device=x.device, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weight], 1.0, 30, line_search_fn="strong_wolfe")
+    weight = torch.zeros(width, classes, dtype=torch.float64, device=x.device)
+    x_fit, y_fit = x[fit], y[fit]
 
     def loss() -> Tensor:
-        optimizer.zero_grad()
-        total = F.cross_entropy(x[fit] @ weight, y[fit]) + weight.square().sum() / len(fit)
-        total.backward()
-        return total
+        return F.cross_entropy(x_fit @ weight, y_fit, reduction="sum") + weight.square().sum()
 
-    with torch.enable_grad():
-        optimizer.step(loss)
+    minimize(loss, [weight], steps=30, tolerance=1.0)
     refitted = float(((x[other] @ weight).argmax(-1) == y[other]).double().mean())
     network = float((some.outputs[other].argmax(-1) == y[other]).double().mean())
     if refitted - network >= MUCH_BETTER:

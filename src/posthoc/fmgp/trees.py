@@ -11,7 +11,7 @@ from posthoc.base import CHUNK
 from posthoc.errors import PosthocError
 from posthoc.optional import require
 
-MAX_TREES, LEAVES, LEARNING_RATE, ROWS_PER_LEAF = 100, 15, 0.1, 20
+MAX_TREES, LEAVES, LEARNING_RATE, ROWS_PER_LEAF = 60, 15, 0.15, 20
 """Size of the boosted models."""
 CHECKED_ROWS, TOLERANCE = 256, 1e-9
 """The trees are compared with scikit-learn's predictions on so many rows, within this tolerance relative to the largest

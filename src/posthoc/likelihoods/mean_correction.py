@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posthoc.likelihoods.temperature import FEW_ROWS, PRIOR, best_inverse
+from posthoc.numerics import minimize
 from posthoc.predictive.classification import ClassificationPredictive
 
 SMALL_WEIGHT = 0.01
@@ -132,14 +133,8 @@ class MeanCorrection(nn.Module):
         for parameter, value in zip(everything, start or [], strict=False):
             if parameter.shape == value.shape:
                 parameter.copy_(value)
-        for parameter in learned:
-            parameter.requires_grad_()
-        optimizer = torch.optim.LBFGS(
-            learned, 1.0, MAX_STEPS, tolerance_grad=TOLERANCE, tolerance_change=1e-6, line_search_fn="strong_wolfe"
-        )
 
         def loss() -> Tensor:
-            optimizer.zero_grad()
             logits, scales = bias.expand(len(y), -1), first + (common + scale) / sizes[:, None]
             for k, part in enumerate(z):
                 logits = torch.addcmul(logits, part, scales[k])
@@ -153,12 +148,9 @@ class MeanCorrection(nn.Module):
             penalty = penalty + (form.matrix_ridge or 0.0) * matrix.square().sum()
             if form.terms == "network" and len(y) < FEW_ROWS:
                 penalty = penalty + PRIOR.penalty(inverses[0] * (1.0 + common[0, 0] / sizes[0]))
-            total = 0.5 * penalty - torch.stack(parts).logsumexp(0).sum()
-            total.backward()
-            return total
+            return 0.5 * penalty - torch.stack(parts).logsumexp(0).sum()
 
-        with torch.enable_grad():
-            optimizer.step(loss)
+        minimize(loss, learned, steps=MAX_STEPS, tolerance=TOLERANCE)
         correction = cls(form, classes).to(device)
         correction.parameters_of_fit = [parameter.detach() for parameter in everything]
         correction.scale = (inverses[:, None] * (first + (common + scale) / sizes[:, None])).detach()
