@@ -21,9 +21,9 @@ from posthoc.collect.augmentation import Augmented
 from posthoc.collect.class_scores import Rounding, as_logits, find_rounding
 from posthoc.collect.data_warnings import check_classes, warn_if_half, warn_if_memorized, warn_if_probabilities
 from posthoc.collect.fingerprint import fingerprint, require_same_network
-from posthoc.collect.loaders import arrays, is_arrays, is_pair, iterate, stands_for_array
+from posthoc.collect.loaders import arrays, is_arrays, is_pair, iterate, with_targets
 from posthoc.collect.network import Backbone, collect
-from posthoc.collect.outputs import Outputs, column_names, require_same_columns
+from posthoc.collect.outputs import Outputs, require_same_columns, require_width, table_names
 from posthoc.config import MethodConfig
 from posthoc.errors import DataError, FileError, NotFittedError, OptionError
 from posthoc.io import contents_sha256, read_head, reading, write_head
@@ -500,13 +500,12 @@ class Method(ABC):
             method = type(self)._restored(path, tensors, {**header, "network": None}, model, given)
         except FileError as error:
             found = f"one that cannot ({error.__cause__!r:.300})"
-            raise OptionError(
-                f"Expected a head that can be loaded, got {found}: does {self.name} need _blank?"
-            ) from error
-        parts = zip(modules(self._fitted), modules(method._fitted), strict=True)
-        for own, loaded in ((own, loaded) for own, loaded in parts if own is not loaded):
-            found = f"{own.__name__}, which would be loaded as {loaded.__name__}"
-            raise OptionError(f"Expected parts that a file can name, got {found}: register it under a name of its own.")
+            raise OptionError(f"Expected a head that can be loaded, got {found}: is _blank missing?") from error
+        states = (each._require_fitted("save").named_modules(remove_duplicate=False) for each in (self, method))
+        for own, loaded in zip(*([type(part) for _, part in state] for state in states), strict=True):
+            if own is not loaded:
+                found = f"{own.__name__}, which would be loaded as {loaded.__name__}: register it under another name"
+                raise OptionError(f"Expected parts that a file can name, got {found}.")
 
     def _identity(self) -> dict[str, Any]:
         """The method, its options and its likelihood: what decides the numbers of a fit beside the data."""
@@ -514,15 +513,14 @@ class Method(ABC):
 
     def _header(self) -> dict[str, Any]:
         """What a head file holds beside the tensors, with a place for the names of classes."""
-        assert self._fitted is not None
-        widths = {"outputs": list(self._width or ()), "given": list(self._given_width or ())}
-        shapes = {**widths, "fitted": self._fitted.shapes()}
+        shapes: dict[str, Any] = {"outputs": list(self._width or ()), "given": list(self._given_width or ())}
+        shapes["fitted"] = self._require_fitted("save").shapes()
         found = {"shapes": shapes, "rounding": self._rounding, "network": self._network, "columns": self._columns}
         return {**self._identity(), **found, "classes": None}
 
     def _tensors(self) -> dict[str, Tensor]:
         assert self._fitted is not None
-        return tensors_of(self._fitted.state_dict())
+        return {name: value for name, value in self._fitted.state_dict().items() if isinstance(value, Tensor)}
 
     @abstractmethod
     def _fit(self, job: Job) -> Fitted:
@@ -604,40 +602,3 @@ class Method(ABC):
         if outputs.targets is None:
             raise DataError("Expected targets: batches (x, y), mappings with labels, Outputs with targets.")
         return outputs.with_targets(self._likelihood.check_targets(outputs.targets, outputs.outputs))
-
-
-def require_width(outputs: Tensor, width: tuple[int, ...], *, one_score: bool) -> None:
-    """Raises `DataError` for outputs whose rows have another shape than in `fit`; a single score of a classifier may
-    be of shape (N,) or (N, 1)."""
-    found = tuple(outputs.shape[1:])
-    if found != width and not (one_score and math.prod(found) == math.prod(width) == 1):
-        hint = "; a single point must be a batch of one, x[None]" if outputs.shape == width else ""
-        raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}{hint}.")
-
-
-def table_names(data: Any) -> tuple[str, ...] | None:
-    """The names of the columns of inputs that are a table, alone or in a pair with their targets."""
-    table = data[0] if isinstance(data, tuple) and data else data
-    return column_names(table) if hasattr(table, "columns") else None
-
-
-def with_targets(data: Any, targets: Any) -> Any:
-    """The pair of data and targets, where targets are given apart."""
-    if targets is None:
-        return data
-    if not stands_for_array(targets):
-        advice = "validation data are val=..."
-        raise DataError(f"Expected targets as an array beside the inputs, got a {type(targets).__name__}: {advice}.")
-    if isinstance(data, tuple) or not (stands_for_array(data) or isinstance(data, Mapping)):
-        raise DataError(f"Expected targets inside the {type(data).__name__}, got them beside it: fit(data) is enough.")
-    return data, targets
-
-
-def modules(fitted: Fitted | None) -> list[type[nn.Module]]:
-    """The classes of all parts of a fitted state."""
-    return [type(part) for _, part in fitted.named_modules(remove_duplicate=False)] if fitted is not None else []
-
-
-def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a state: a network may keep other values there."""
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -317,3 +317,15 @@ def take(data: Any, rows: slice | Tensor) -> Any:
         return value[rows if isinstance(rows, slice) else rows.numpy()]
 
     return change_tensors(data, lambda value: taken(value) if is_array(value) and value.ndim else value)
+
+
+def with_targets(data: Any, targets: Any) -> Any:
+    """The pair of data and targets, where targets are given apart."""
+    if targets is None:
+        return data
+    if not stands_for_array(targets):
+        advice = "validation data are val=..."
+        raise DataError(f"Expected targets as an array beside the inputs, got a {type(targets).__name__}: {advice}.")
+    if isinstance(data, tuple) or not (stands_for_array(data) or isinstance(data, Mapping)):
+        raise DataError(f"Expected targets inside the {type(data).__name__}, got them beside it: fit(data) is enough.")
+    return data, targets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
@@ -265,3 +266,18 @@ def require_same_columns(fitted: Mapping[str, tuple[str, ...]], found: Mapping[s
         if before != now:
             advice = f'name them as there: --{block} {",".join(before)} (columns={{"{block}": [...]}})'
             raise DataError(f"Expected {block} in the order of the fit, got {listed(now)}: {advice:.500}.")
+
+
+def require_width(outputs: Tensor, width: tuple[int, ...], *, one_score: bool) -> None:
+    """Raises `DataError` for outputs whose rows have another shape than in `fit`; a single score of a classifier may
+    be of shape (N,) or (N, 1)."""
+    found = tuple(outputs.shape[1:])
+    if found != width and not (one_score and math.prod(found) == math.prod(width) == 1):
+        hint = "; a single point must be a batch of one, x[None]" if outputs.shape == width else ""
+        raise DataError(f"Expected outputs of shape {('N', *width)} as in fit, got {('N', *found)}{hint}.")
+
+
+def table_names(data: Any) -> tuple[str, ...] | None:
+    """The names of the columns of inputs that are a table, alone or in a pair with their targets."""
+    table = data[0] if isinstance(data, tuple) and data else data
+    return column_names(table) if hasattr(table, "columns") else None

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posthoc.base import CHUNK, Fitted, Job, Method, require_width
+from posthoc.base import CHUNK, Fitted, Job, Method
 from posthoc.collect.class_scores import as_logits
 from posthoc.collect.loaders import Batch, is_arrays, iterate, row_count, take
 from posthoc.collect.network import Backbone, evaluating, exclusive, run_network
-from posthoc.collect.outputs import Outputs
+from posthoc.collect.outputs import Outputs, require_width
 from posthoc.config import TrainingConfig
 from posthoc.errors import DataError, OptionError
 from posthoc.likelihoods.base import Likelihood, columns
