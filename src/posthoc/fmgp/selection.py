@@ -41,7 +41,9 @@ class SelectionConfig:
     min_rows: int = 200
     """With fewer rows no process is tried,"""
     min_corrected_rows: int = 50
-    """and with fewer than these no correction of the mean."""
+    """and with fewer than these,"""
+    rows_per_corrected_class: int = 5
+    """or than so many for each class, no correction of the mean."""
     folds: int = 3
     """Number of folds."""
     enough_rows: int = 10_000
@@ -306,7 +308,8 @@ def compare(
     scores[baseline] = score_of(baseline, scaled, scaled, y)
     plain = verdict(held_out, scores, baseline, remaining, y)
     plain = with_ood(plain, held_out[plain.form], y, max_loss=float(losses(scaled, y).mean()))
-    if mean == "network" or len(y) < SELECTION.min_corrected_rows:
+    few = max(SELECTION.min_corrected_rows, SELECTION.rows_per_corrected_class * scaled.shape[1])
+    if mean == "network" or len(y) < few:
         return plain
     rows = HeldOutRows(torch.cat(outputs), y, scaled, fixed=mean == "fixed")
     return with_correction(plain, held_out, remaining, rows)
