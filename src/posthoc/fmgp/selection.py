@@ -473,7 +473,8 @@ def with_correction(
     def attempts(variance: VarianceForm, terms: str, forms: Sequence[CorrectionForm]) -> dict[CorrectionForm, float]:
         """Tries corrections, from the simplest on, and returns their losses."""
         nonlocal best, least, best_log_p, best_free
-        log_p = held_out[variance][plain.ood_strength if variance == plain.form else 0.0]
+        strength = plain.ood_strength if variance == plain.form else 0.0
+        log_p = held_out[variance][strength]
         found: dict[CorrectionForm, float] = {}
         start, last = None, math.inf
         for form in forms:
@@ -488,8 +489,9 @@ def with_correction(
             found[form] = loss
             if score.significance > enough and loss < least:
                 reason = f"{score.gain:.3f} nats a row better than temperature scaling on {len(y):,} held-out rows"
-                best = replace(plain, form=variance, reason=reason, recalibration=NONE, correction=form)
-                best, least, best_log_p = replace(best, fitted_correction=fitted), loss, cross_fitted
+                best = replace(plain, form=variance, reason=reason, recalibration=NONE, ood_strength=strength)
+                best = replace(best, correction=form, fitted_correction=fitted)
+                least, best_log_p = loss, cross_fitted
             if form.matrix_ridge is not None:
                 if (now := mean_loss(cross_fitted, y)) > last:
                     break
