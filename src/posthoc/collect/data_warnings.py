@@ -19,7 +19,7 @@ RIGHT, LOSS = 0.998, 0.01
 SHARE = 0.5
 """Errors on the data of the fit that are smaller than this share of those on validation data."""
 ROWS_PER_CLASS = 50
-"""With so many rows a class, one that is never true is worth a warning; half of them show whether a refit is better."""
+"""Rows for each class from which on a class that is never true is reported. Half of them suffice to try a refit."""
 MAX_COMPARED, MAX_WORK, MUCH_BETTER = 5000, 2 * 10**8, 0.1
 """Rows and multiplications of a pass that a refit is tried with, at most, and the gain in accuracy worth a warning."""
 

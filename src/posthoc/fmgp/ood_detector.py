@@ -29,11 +29,11 @@ from posthoc.numerics import rows_that_fit
 NEIGHBORS = 10
 """The score is the distance to the neighbor of this rank."""
 HELD_OUT_SHARE, MIN_HELD_OUT, MAX_HELD_OUT = 5, 200, 2048
-"""One row of so many is held out; at least 200 if they are no more than half of the rows, and at most 2,048."""
+"""One row in five is held out: at least 200 rows where that is at most half of them, and never more than 2,048."""
 MAX_BANK_ROWS, MAX_BANK_NUMBERS = 2**13, 2**21
 """Rows and numbers (float32) of the bank, at most: 8 MB."""
 MAX_FITTED_ROWS, MAX_FITTED_NUMBERS, FEW_ROWS = 2**14, 2**21, 1000
-"""Rows and numbers of the fit that are looked at, at most; so many rows are looked at however wide they are."""
+"""The largest number of rows and of numbers that are read, and the number of rows that are read in any case."""
 WIDE_ROWS = 512
 """Rows that the directions are computed from where there are fewer rows than columns, or very many columns."""
 FLOOR = 1e-6

@@ -42,8 +42,8 @@ RESIDUAL_FOLDS, MANY_RESIDUALS, MAX_RESIDUALS = 3, 30_000, 60_000
 """The distribution of residuals is learned from this many folds; from this number of rows on, from residuals of the
 fitted rows themselves, and from no more than so many."""
 CLEAR = 1.0
-"""Standard errors by which a learned scale has to be better than none, and trees alone better than with a process. No
-scale is not tried on further folds once it is so much worse."""
+"""A learned scale has to be better than none by this many standard errors, and trees alone better than trees with a
+process. "No scale" is dropped after the first fold if it is worse by as many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class RegressionForm:
 
 
 def train_regression(job: Job, selection: Selection, trainer: Trainer) -> tuple[FittedFMGP, History]:
-    """Chooses and trains on all rows, with the distribution of the standardized residuals if it is to be learned.
+    """Selects a form on held-out rows, trains it on all rows, and learns the distribution of the residuals.
 
     The variance is fitted to the residuals of its own rows, which therefore look smaller than those of new rows.
     So the residuals of each fold are standardized by a scale and a variance that were fitted to the other folds. With
