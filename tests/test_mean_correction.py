@@ -11,8 +11,11 @@ from torch import Tensor
 
 from posthoc import FMGP, Outputs, Temperature
 from posthoc.errors import OptionError, PosthocWarning
-from posthoc.likelihoods.mean_correction import CorrectionForm, MeanCorrection, keep_class
+from posthoc.fmgp.selection import TEMPERATURE_SCALING, HeldOutRows, Selection, VarianceForm, with_correction
+from posthoc.likelihoods.mean_correction import CorrectionForm, MeanCorrection, corrected, keep_class
 from posthoc.likelihoods.temperature import PRIOR, best_inverse, log_likelihood
+from posthoc.predictive.base import LatentGaussian
+from posthoc.predictive.classification import ClassificationPredictive
 
 CLASSES = 4
 BIAS = torch.tensor([1.5, 0.0, -1.0, 0.0], dtype=torch.float64)
@@ -140,6 +143,30 @@ def test_means(tmp_path):
     right = (labels == new.argmax(-1)).double().mean()
     assert abs(float(fixed.network_confidence.mean() - right)) < 0.03
     assert bool((fixed.network_confidence <= fixed.probs.amax(-1) + 1e-12).all())
+
+
+def test_confidence_in_the_networks_class_is_not_that_of_the_cap():
+    logits, y = biased(2000, bias=3.0 * BIAS)
+    form, log_p = CorrectionForm(1.0), logits.log_softmax(-1)
+    correction = MeanCorrection.fit(form, log_p, logits, y)
+    pred = ClassificationPredictive(LatentGaussian(logits, torch.ones_like(logits)), log_p, torch.ones(()))
+    fixed, free = (corrected(pred, correction, fixed=each) for each in (True, False))
+    assert torch.equal(fixed.network_confidence, free.network_confidence)
+    assert bool((fixed.network_confidence < fixed.probs.amax(-1) - 0.01).any())
+
+
+@pytest.mark.parametrize("informed", [True, False])
+def test_a_correction_of_a_process_drops_the_strength_that_temperature_scaling_was_given(informed):
+    logits, y = biased(1500)
+    scaled, process = logits.log_softmax(-1), VarianceForm("separable")
+    known = 4.0 * torch.nn.functional.one_hot(y, CLASSES) if informed else 0.0
+    g = seeded(5)
+    log_p = (0.5 * logits + known + torch.randn(logits.shape, generator=g, dtype=torch.float64)).log_softmax(-1)
+    plain = Selection(TEMPERATURE_SCALING, "", ood_strength=1.0)
+    held_out = {TEMPERATURE_SCALING: {0.0: scaled, 1.0: scaled}, process: {0.0: log_p}}
+    found = with_correction(plain, held_out, [process], HeldOutRows(logits, y, scaled, fixed=False))
+    assert found.correction is not None
+    assert (found.form, found.ood_strength) == ((process, 0.0) if informed else (TEMPERATURE_SCALING, 1.0))
 
 
 @pytest.mark.filterwarnings("ignore::posthoc.errors.PosthocWarning")

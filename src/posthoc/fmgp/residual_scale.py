@@ -269,7 +269,7 @@ def splits(folds: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def spread_rows(rows: int, most: int) -> Tensor:
-    """At most so many row numbers, evenly spaced."""
+    """Evenly spaced row numbers, no more than `most`."""
     return torch.linspace(0, rows - 1, min(rows, most), dtype=torch.float64).long()
 
 

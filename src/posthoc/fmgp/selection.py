@@ -39,11 +39,11 @@ class SelectionConfig:
     docs/ablation.md ("The form of the covariance V(x)", "Correcting confidence from rows held out")."""
 
     min_rows: int = 200
-    """With fewer rows no process is tried,"""
+    """With fewer rows the forms of the variance are not compared."""
     min_corrected_rows: int = 50
-    """and with fewer than these,"""
+    """With fewer rows the mean is not corrected."""
     rows_per_corrected_class: int = 5
-    """or than so many for each class, no correction of the mean."""
+    """With fewer rows per class the mean is not corrected."""
     folds: int = 3
     """Number of folds."""
     enough_rows: int = 10_000
@@ -82,8 +82,8 @@ class SelectionConfig:
     correction_folds: int = 3
     """Number of folds of the held-out rows on which corrections are compared."""
     process_advantage: float = 0.01
-    """Share of the loss by which a correction that reads the network's logits has to be better, where features make
-    the process less certain far from the data: the logits know nothing of that."""
+    """Where an out-of-distribution variance is used, a correction that reads the network's logits has to gain this
+    share of the loss more: logits stay certain far from the data."""
     bias_accuracy: float = 0.02
     """Gain in accuracy from which on the network is said to favor a class."""
     max_matrix: int = 150

@@ -14,8 +14,8 @@ from posthoc.optional import require
 MAX_TREES, LEAVES, LEARNING_RATE, ROWS_PER_LEAF = 60, 15, 0.15, 20
 """Size of the boosted models."""
 CHECKED_ROWS, TOLERANCE = 256, 1e-9
-"""The trees are compared with scikit-learn's predictions on so many rows, within this tolerance relative to the largest
-value: both add the same numbers in float64."""
+"""The number of rows on which the trees are compared with scikit-learn's predictions, and the tolerance relative to the
+largest value. Both add the same numbers in float64."""
 
 
 class Trees(nn.Module):

@@ -51,7 +51,7 @@ class TemperaturePrior(NamedTuple):
 FREEDOM = 4.0
 """Degrees of freedom of the prior."""
 FEW_ROWS = 200
-"""With so many rows or more the prior is left out: it would hardly matter."""
+"""The prior is used below this number of rows. With more rows it would hardly matter."""
 PRIOR = TemperaturePrior()
 """The default prior: half of all networks then have a temperature between 1.04 and 1.75."""
 Block = tuple[Tensor, Tensor]
